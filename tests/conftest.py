@@ -1,7 +1,7 @@
-"""Selection, order and distribution of the tests.
+"""Select, order and distribute the tests.
 
-Without CUDA, tests that need it are left out, and with CUDA those that serve on a CPU. What takes long comes last, or
-first where several processes share the work by files, so that short files fill up the end.
+A machine without CUDA deselects the GPU tests. A machine with CUDA deselects the tests that run a server on the CPU.
+Slow tests run last. When several processes share the files they run first, and short files fill up the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiers import FULL
 
 from benchmarks import ports
 
-# CI runs the same examples every time; elsewhere hypothesis explores.
+# CI runs the same examples every time. Elsewhere hypothesis explores new ones.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("default")
 
@@ -44,7 +44,7 @@ def pytest_report_header() -> str:
 
 
 def _rank(item: pytest.Item) -> int:
-    """0 for a plain test, then 1, 2, 3 for those marked slow, sanitize, server."""
+    """Return 0 for a plain test, and 1, 2 or 3 for a test marked slow, sanitize or server."""
     return max((LATER.index(name) + 1 for name in LATER if item.get_closest_marker(name)), default=0)
 
 
@@ -88,7 +88,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute files, and tests that share a process together."""
+    """Distribute by file, and keep tests that share a process together."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -101,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def only_ports(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The first of the only ports that this test gives to servers: from below all others'."""
+    """Return the first port of a range that only this test uses. The range is below the ports of all other tests."""
     monkeypatch.setattr(ports, "FIRSTS", range(10000, 12000 - ports.SPAN))
     with ports.reserved() as first:
         monkeypatch.setattr(ports, "FIRSTS", range(first, first + 1))
@@ -110,5 +110,5 @@ def only_ports(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Runs a test on the CPU, and on the GPU where there is one."""
+    """Run a test on the CPU, and also on the GPU if there is one."""
     return torch.device(request.param)

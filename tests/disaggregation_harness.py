@@ -1,4 +1,7 @@
-"""A prefill and a decode server for tests, one process group each, and a small client that sends a request to both."""
+"""A prefill server and a decode server for tests, and a small client that sends each request to both.
+
+Each server has its own process group.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from server_harness import Server, running
 
 from benchmarks import ports
 
+# The module that each transfer backend imports.
 MODULES = {"mooncake_tcp": "mooncake.engine", "nixl": "nixl._api"}
-"""What each transfer backend imports."""
 
 
 def needs(backend: str) -> None:
-    """Skip unless transfers can be by this backend: neither is a dependency."""
+    """Skip the test if the module of this transfer backend is not installed. No transfer backend is a dependency."""
     command = [sys.executable, "-c", f"import torch, {MODULES[backend]}"]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode:
@@ -35,8 +38,10 @@ def by(backend: str) -> tuple[str, str]:
 
 @contextmanager
 def long_timeouts() -> Iterator[None]:
-    """Servers started within wait for each other as long as it takes on a loaded machine, and take one for dead that
-    has not answered for several times."""
+    """Give the servers started inside long timeouts, for a loaded machine.
+
+    They apply to waiting for the other server, and to treating a server that does not answer as dead.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2")
         patch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "5")
@@ -46,8 +51,10 @@ def long_timeouts() -> Iterator[None]:
 
 
 class Disaggregated(Server):
-    """A decode server with the prefill server that its requests go to as well. Requests, answers and waits are as those
-    of one server."""
+    """A decode server together with the prefill server that receives the same requests.
+
+    The interface for requests, answers and waits is that of a single server.
+    """
 
     def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
         super().__init__(decode.process, decode.port, decode.log)
@@ -55,7 +62,7 @@ class Disaggregated(Server):
         self.rooms, self.sender = count(1), ThreadPoolExecutor(64)
 
     def room(self) -> dict[str, Any]:
-        """Where the two servers meet for one request."""
+        """Return the fields by which the two servers find each other for one request."""
         return {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap,
@@ -83,7 +90,7 @@ def a_pair(
     cpu: bool = True,
     **options: Any,
 ) -> Iterator[Disaggregated]:
-    """Both servers, with `flags` and those of each."""
+    """Start both servers with `flags`, plus the flags of each server."""
     with ExitStack() as stack:
         bootstrap = stack.enter_context(ports.reserved())
         flags = (*flags, "--disaggregation-bootstrap-port", str(bootstrap))
@@ -92,7 +99,7 @@ def a_pair(
             given = (*flags, "--disaggregation-mode", mode, *more)
             return stack.enter_context(running(model, folder / mode, *given, cpu=cpu, **options))
 
-        # The processes of a CPU are forked with a patched environment, one at a time.
+        # CPU servers are forked with a patched environment, so they start one at a time.
         with ThreadPoolExecutor(1 if cpu else 2) as pool:
             starts = [pool.submit(start, mode, more) for mode, more in (("prefill", prefill), ("decode", decode))]
         yield Disaggregated(*(started.result() for started in starts), bootstrap)

@@ -1,4 +1,4 @@
-"""Streams, events and threads that run late and in random order, in place of those of a device and of SGLang."""
+"""Fake streams, events and threads for the device and for SGLang. They run late and in random order."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ if compat.IS_0_5_23:
 else:
     import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
 
+# Other releases use different threads, with which `Streams.use_threads` has not been tested.
 THREADS_RUN_LATE = not compat.IS_0_5_23
-"""SGLang's threads there are others, which `Streams.use_threads` has not been tried with."""
 
 
 class Streams:
-    """What is queued on a stream runs in its order, and only when somebody waits or `run_some` picks the stream."""
+    """Fake streams of a device.
+
+    The work of each stream runs in its order, and only when a caller waits for it or `run_some` picks the stream.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.all: list[Stream | Thread] = []
         self.current = Stream(self)
+        # This stream or thread makes no progress until a caller waits.
         self.stalled: Stream | Thread | None = None
-        """Does nothing until somebody waits for something."""
+        # The running thread; None if the scheduler runs.
         self.thread: Thread | None = None
-        """Which of the threads runs, if it is not the scheduler."""
 
     def run_some(self, count: int) -> bool:
-        """Up to `count` things that may run now, of streams picked at random; False when nothing may."""
+        """Run up to `count` ready items of randomly picked streams. Return False if no stream is ready."""
         for _ in range(count):
             ready = [stream for stream in self.all if stream is not self.stalled and stream.ready()]
             if not ready:
@@ -50,11 +53,11 @@ class Streams:
             pass
 
     def queue(self, work: Callable[[], None]) -> None:
-        """On the current stream."""
+        """Append work to the current stream."""
         self.current.queue.append(work)
 
     def use(self, monkeypatch: Any) -> None:
-        """SGLang's controllers take these for the streams and events of their device."""
+        """Replace the streams and events of SGLang's controllers with these."""
         module = SimpleNamespace(
             Stream=lambda: Stream(self),
             Event=lambda: Event(self),
@@ -67,8 +70,11 @@ class Streams:
             monkeypatch.setattr(place, "_timing_events_supported", lambda: False, raising=False)
 
     def use_threads(self, monkeypatch: Any) -> None:
-        """Threads of SGLang's controllers run when they are picked, like streams, up to where they wait for work or
-        `pause`: what they do, and when, follows from the seed alone."""
+        """Replace the threads of SGLang's controllers.
+
+        Like a stream, a thread runs only when it is picked. It then runs until it waits for work or calls `pause`. The
+        order of execution depends only on the seed.
+        """
         streams = self
 
         class Late(Queue[Any]):
@@ -83,8 +89,10 @@ class Streams:
         monkeypatch.setattr(base_controller, "Queue", Late)
 
     def pause(self, work: Queue[Any] | None = None) -> None:
-        """Called by a thread: others run until it is picked again, and with `work` that is not before there is some.
-        The scheduler does not pause."""
+        """Let others run until the calling thread is picked again. With `work`, the queue is then not empty.
+
+        The scheduler does not pause.
+        """
         if self.thread is not None:
             self.thread.pause(work)
 
@@ -121,7 +129,7 @@ class Stream:
 
 
 class Thread:
-    """Runs in `step` only."""
+    """A thread that runs only inside `step`."""
 
     def __init__(self, streams: Streams, target: Callable[[], None]) -> None:
         self.streams, self.target = streams, target
@@ -201,7 +209,7 @@ class Event:
 
 
 class On:
-    """Within: the stream is the current one."""
+    """Context manager that makes a stream the current one."""
 
     def __init__(self, streams: Streams, stream: Stream) -> None:
         self.streams, self.stream = streams, stream

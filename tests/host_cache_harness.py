@@ -1,15 +1,15 @@
-"""A server with a host cache, without a server: SGLang's tree and controller, our pools, component and copies.
+"""The host cache without a server process: SGLang's tree and controller, with our pools, component and copies.
 
-Requests go through the calls of SGLang's scheduler in the order of overlap scheduling: a step is planned and launched
-before the result of the one before is processed. Copies and layers run late and in random order (`streams`), and every
-step looks at the bytes that it reads. Blocks hold their tokens, a snapshot the hash of its path.
+Requests follow the calls of SGLang's scheduler in the order of overlap scheduling: a step is planned and launched
+before the result of the previous one is processed. Copies and layers run late and in random order (`streams`). Every
+step checks the bytes that it reads. A block holds its tokens, and a snapshot holds the hash of its path.
 
-A step waits for its loads where a model's does, in our own `SnapshotSlots.load_to_active` and
-`CacheKVPool.wait_for_layer`. That the backend of a server calls the latter for each layer is for a server to show
-(server/test_server_host.py): no backend runs here. The harness's own are the waits of SGLang's scheduler, which does
-not run here: the stream of steps for the scheduler's, and the other way round behind a prefill step. SGLang's worker
-would need a model: what it does with the counter of loads, keep it (`register_hicache_layer_transfer_counter`) and tell
-it before each step which load is the step's, is done here.
+A step waits for its loads in our own `SnapshotSlots.load_to_active` and `CacheKVPool.wait_for_layer`, as in a real
+model. No attention backend runs here; server/test_server_host.py tests that the backend calls `wait_for_layer` for each
+layer. SGLang's scheduler does not run here either, so the harness makes its waits: the stream of steps waits for the
+scheduler's stream, and after a prefill step the scheduler's stream waits for the stream of steps. SGLang's worker would
+need a model, so the harness also does the worker's part with the counter of loads. It keeps the counter
+(`register_hicache_layer_transfer_counter`), and before each step it sets the load that the step waits for.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ from dsv4_sglang.srt.prefix_cache.cache import build_prefix_cache
 LAYERS = 4
 WITH_BLOCKS = (0, 2, 3)
 MOST_RUNNING = 5
+# Calls of the controller that begin a copy, and the name of each operation in `HostCacheServer.done`.
 COPIES = {"write": "saved", "load": "loaded", "write_storage": "stored", "prefetch": "fetched"}
-"""Calls of the controller that begin them, and what that is called in `HostCacheServer.done`."""
+# The counted operations. A request is admitted, aborted or retracted, or one step is computed for it. The copy of a
+# node begins. A snapshot is evicted from the device or from the host. The caches are flushed.
 OPERATIONS = (
     *COPIES.values(),
     "admitted",
@@ -67,12 +69,10 @@ OPERATIONS = (
     "left the host",
     "flushed",
 )
-"""A request is admitted, aborted or retracted, or one step computed for it; a node's copy begins, or its snapshot
-leaves the device, or what the host has of it goes; all is flushed."""
 
 
 class Blocks(KVCache):
-    """[blocks, 128] int64 tokens in each layer that has blocks."""
+    """A pool of [blocks, 128] int64 tokens in each layer that has blocks."""
 
     def __init__(self, blocks: int) -> None:
         self.size, self.page_size, self.device, self.layer_num = blocks * BLOCK, BLOCK, "cpu", len(WITH_BLOCKS)
@@ -92,7 +92,7 @@ class Blocks(KVCache):
 
 
 class States:
-    """[layers] int64 a snapshot."""
+    """A pool of [layers] int64 per snapshot."""
 
     def __init__(self, snapshots: int) -> None:
         self.snapshots, self.device = snapshots, torch.device("cpu")
@@ -113,14 +113,17 @@ def state_of(tokens: Any) -> int:
 
 
 class ImpatientQueue(Queue[Any]):
-    """SGLang's threads look once a second whether they are to end, and a flush waits for them."""
+    """A queue that waits for at most 0.02 s.
+
+    SGLang's threads check once a second whether to stop, and a flush waits for them.
+    """
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         return super().get(block, timeout and min(timeout, 0.02))
 
 
 def late_copies(monkeypatch: Any, streams: Streams) -> None:
-    """Copies of the host pools run when their stream does."""
+    """Run copies of the host pools when their stream runs."""
     for pool, name in ((p, n) for p in (HostBlocks, HostSnapshots) for n in ("save", "load")):
         original: Callable[..., None] = getattr(pool, name)
 
@@ -132,7 +135,7 @@ def late_copies(monkeypatch: Any, streams: Streams) -> None:
 
 
 def late_storage(monkeypatch: Any, streams: Streams, storage: str) -> None:
-    """Threads pause before they look for pages or move them, and behind that."""
+    """Make the storage threads pause before and after they look up or move pages."""
     ways: list[tuple[type, str]] = [(FileStorage, "batch_exists_v2"), (FileStorage, "get"), (FileStorage, "set")]
     if storage == "nixl":
         from dsv4_sglang.srt.host_cache.nixl import NixlStorage
@@ -151,7 +154,7 @@ def late_storage(monkeypatch: Any, streams: Streams, storage: str) -> None:
 
 
 def apply_hooks(monkeypatch: Any, hooks: Sequence[Hook]) -> None:
-    """As SGLang's registry, those AROUND a function."""
+    """Apply the AROUND hooks, as SGLang's registry does."""
     for hook in hooks:
         if hook.target:
             owner, _, name = hook.target.rpartition(".")
@@ -190,10 +193,17 @@ class HostCacheServer(BlockOwner):
         flags: dict[str, Any] | None = None,
         model_name: str = "m",
     ) -> None:
-        """`storage`: `file` for SGLang's files, `nixl` for those of NIXL, where its environment says; with
-        `late_threads` what moves pages runs late and in random order, too. `extra_config`: of the storage; `flags`: of
-        the server, that decide its weights. How likely it is that a prefill step is not the prompt's last, that a
-        request is aborted, waiting or behind a step, and that a turn begins a flush."""
+        """Create the tree, the pools and the controller.
+
+        Args:
+            storage: `file` for SGLang's file storage; `nixl` for NIXL's, with the folder from its environment variable.
+            late_threads: Run the threads that move pages late and in random order, too.
+            chunks: Probability that a prefill step is not the last of its prompt.
+            aborts: Probability that a request is aborted, either while it waits or after a step.
+            flushes: Probability that an iteration begins a flush.
+            extra_config: Configuration of the storage.
+            flags: Server flags that determine the weights.
+        """
         self.rng = random.Random(seed)
         self.streams = Streams(seed + 1)
         self.streams.use(monkeypatch)
@@ -217,7 +227,7 @@ class HostCacheServer(BlockOwner):
         self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", self.kv_pool, False)
         args = SimpleNamespace(
             hicache_storage_backend=storage,
-            # NIXL's would remove files where the disk is four fifths full.
+            # NIXL's cleaner would remove files on a disk that is 80 % full.
             hicache_storage_backend_extra_config=json.dumps({"l3_cleaner_enabled": False, **(extra_config or {})}),
             hicache_write_policy=policy,
             hicache_storage_prefetch_policy=prefetch_policy,
@@ -230,7 +240,7 @@ class HostCacheServer(BlockOwner):
             json_model_override_args="{}",
             download_dir=None,
             enable_memory_saver=True,
-            # Newer releases ask for these by what they belong to.
+            # Newer releases read these settings by the mode of the host memory.
             hicache_host_memory_mode="cache",
             file_storage_path=None,
             **{**dict.fromkeys(WEIGHT_FLAGS), "dtype": "float32", "tp_size": 1, **(flags or {})},
@@ -256,17 +266,17 @@ class HostCacheServer(BlockOwner):
         self.controller: TransferController = cache.cache_controller
         self.chunks, self.aborts, self.flushes = chunks, aborts, flushes
         self.running: list[Request] = []
+        # Requests that wait for their fetches, each with its name in the cache.
         self.waiting: list[tuple[Request, Any]] = []
-        """For their fetches, each with its name in the cache."""
+        # The request whose prompt is computed in part.
         self.chunked: Request | None = None
-        """Has a part of its prompt computed."""
+        # If True, no request begins until all requests have ended and the caches are flushed.
         self.draining = False
-        """No request begins until there is nothing left and the caches are flushed."""
+        # The count of each operation in OPERATIONS.
         self.done: Counter[str] = Counter()
-        """How many of OPERATIONS."""
         self.history: list[list[int]] = []
+        # Errors: steps that read wrong bytes, and wrong evictions.
         self.wrong: list[str] = []
-        """What steps have read that was not what they should have."""
         self.last: tuple[list[tuple[Request, str]], Event] | None = None
         self.hit = self.from_host = self.admitted = 0
         self.copies_fail = False
@@ -276,8 +286,11 @@ class HostCacheServer(BlockOwner):
         self.counter = counter
 
     def _watch(self, monkeypatch: Any) -> None:
-        """What is given up where: nothing that the host has room for, and on the host no last copy while there are
-        others."""
+        """Record wrong evictions.
+
+        The device must not lose a snapshot for which the host has room. The host must not evict the only copy of a
+        snapshot while it holds copies of snapshots on the device.
+        """
         cache, component = self.cache, self.component
         leaves, gives_up, evict = component._on_device_eviction, cache._evict_on_host, compat.evict_from_host
         held: list[Any] = []
@@ -329,7 +342,7 @@ class HostCacheServer(BlockOwner):
     # Steps, on the stream of steps
 
     def launch(self, steps: list[dict[str, Any]], consumer: int) -> Event:
-        """`consumer`: of the counter of loads, the one that these steps wait for; -1 for none."""
+        """Launch `steps` on their stream. `consumer` is the index of the load that they wait for, -1 for none."""
         self.forward.wait_stream(self.streams.current)
         self.counter.set_consumer(consumer)
         done = Event(self.streams)
@@ -345,7 +358,10 @@ class HostCacheServer(BlockOwner):
         return done
 
     def _load_to_active(self, step: dict[str, Any]) -> None:
-        """As SGLang's model runner. Live slots have no states here: what would be copied there is looked at."""
+        """Do the same as SGLang's model runner.
+
+        Live slots have no states here, so the snapshot to be copied is checked.
+        """
 
         def load(snapshots: torch.Tensor, live: torch.Tensor) -> None:
             self.streams.queue(lambda: self._resume(step, int(snapshots[0])))
@@ -374,10 +390,10 @@ class HostCacheServer(BlockOwner):
         for length, slot in step["snapshots"]:
             self.states.states[slot, layer] = state_of(tokens[:length])
 
-    # The scheduler's turn
+    # The scheduler's iteration
 
     def turn(self) -> None:
-        """A turn with overlap: the next step is launched before the result of the last is processed."""
+        """Run an iteration with overlap: the next step is launched before the result of the last one is processed."""
         self.streams.run_some(self.rng.randrange(40 if self.cache.enable_storage else 12))
         self.cache.check_hicache_events()
         self._abort_waiting()
@@ -387,7 +403,7 @@ class HostCacheServer(BlockOwner):
         launched = None
         if steps:
             launched = ([(step["request"], kind) for step in steps], self.launch(steps, consumer))
-            # After a prefill step the scheduler's stream waits for all of it, after a decode graph for its tables only.
+            # The scheduler's stream waits for all of a prefill step. After a decode graph it waits for its tables only.
             if kind != "decode":
                 self.streams.current.wait_stream(self.forward)
         if self.last is not None:
@@ -408,7 +424,7 @@ class HostCacheServer(BlockOwner):
         return "chunk" if step["end"] < step["request"].prompt else "prefill"
 
     def _fetched_prompt(self) -> Request | None:
-        """One whose fetch is over, while one more begins to wait, as Scheduler._get_new_batch_prefill_raw."""
+        """Start a fetch and return a request whose fetch has ended, as Scheduler._get_new_batch_prefill_raw does."""
         if len(self.waiting) < 4:
             request = self._prompt()
             self.waiting.append((request, self.begin_prefetch(request.origin_input_ids, request.rid)))
@@ -420,7 +436,7 @@ class HostCacheServer(BlockOwner):
         return None
 
     def _abort_waiting(self) -> None:
-        """Some, and of others the time for their fetch has passed, with the policy `timeout`."""
+        """Abort some waiting requests, and let the fetches of others time out (policy `timeout`)."""
         for request, name in list(self.waiting):
             if self.draining or self.rng.random() < self.aborts:
                 self.cache.release_aborted_request(name)
@@ -430,7 +446,7 @@ class HostCacheServer(BlockOwner):
                 self.cache.ongoing_prefetch[name].operation.start_time = -1e12
 
     def _drain(self) -> None:
-        """Towards a flush, and then it."""
+        """Start draining the requests at random, and flush when they are drained."""
         if self.draining:
             self.draining = not self.flush()
         elif self.flushes and self.rng.random() < self.flushes:
@@ -461,7 +477,7 @@ class HostCacheServer(BlockOwner):
         return request
 
     def start(self, tokens: list[int], tenant: str | None = None) -> dict[str, Any]:
-        """A prompt by itself, computed and in the tree."""
+        """Admit one prompt while no other request runs, compute it, and insert it into the tree."""
         step = self._admit(self._request(tokens, tenant))
         assert step is not None
         self.launch([step], self._consumer).synchronize()
@@ -470,37 +486,37 @@ class HostCacheServer(BlockOwner):
         return step
 
     def serve(self, tokens: list[int], tenant: str | None = None) -> int:
-        """The same to its end: how many of its tokens were found."""
+        """Serve one prompt to its end. Return the number of its cached tokens."""
         step = self.start(tokens, tenant)
         self.finish(step["request"])
         self.settle()
         return step["begin"]
 
     def arrive(self, tokens: list[int]) -> Request:
-        """A request that is looked up and goes before it is admitted."""
+        """Look up a request that is aborted before it is admitted."""
         request = self._request(tokens)
         self._look_up(request)
         self._let_go(request)
         return request
 
     def prefetch(self, tokens: list[int], tenant: str | None = None) -> int:
-        """From its beginning to where the policy ends it: how many tokens came from the storage."""
+        """Fetch a prompt until the policy ends the fetch. Return the number of tokens from the storage."""
         request = self.begin_prefetch(tokens, tenant=tenant)
         while not self.cache.check_prefetch_progress(request):
             self.cache.check_hicache_events()
             if not self.streams.run_some(1):
                 assert self.controller.prefetch_thread.is_alive(), "SGLang's thread has ended"
-                time.sleep(0.001)  # it reads, or the one that it has started
+                time.sleep(0.001)  # SGLang's thread, or one that it started, is reading
         self.settle()
         return self.cache.pop_prefetch_loaded_tokens(request)
 
     def begin_prefetch(self, tokens: Sequence[int], name: str = "prefetched", tenant: str | None = None) -> Any:
-        """As Scheduler._prefetch_kvcache; the request as the cache knows it."""
+        """Begin a fetch as Scheduler._prefetch_kvcache does. Return the request's name in the cache."""
         cache, key = self.cache, RadixKey(array("q", tokens), tenant, limit=len(tokens) - 1)
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
-        # Newer releases name a request by more than its id.
+        # Newer releases identify a request by more than its id.
         request = base_prefix_cache.CacheRequestHandle(name, 0) if SEPARATE else name
         last = cache.get_last_hash_value(node)
         if compat.LOOK_UP_PAGES:
@@ -511,7 +527,7 @@ class HostCacheServer(BlockOwner):
         return request
 
     def _look_up(self, request: Request) -> None:
-        """Match and load, as PrefillAdder.add_one_req; the request then holds what it found."""
+        """Match and load as PrefillAdder.add_one_req does. The request then holds the matched prefix."""
         cache = self.cache
         match = self._match(request)
         request.host_hit_length = match.host_hit_length
@@ -520,7 +536,7 @@ class HostCacheServer(BlockOwner):
         if request.host_hit_length or request.mamba_host_hit_length:
             load = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
             loaded, request.last_node = cache.init_load_back(load)
-            if SEPARATE:  # it says how many
+            if SEPARATE:  # newer releases return the number
                 self.from_host += loaded
                 request.prefix_indices = cache.path_device_indices(request.last_node)
             else:
@@ -531,7 +547,7 @@ class HostCacheServer(BlockOwner):
         cache.dec_lock_ref(locked, lock.to_dec_params())
 
     def _admit(self, request: Request) -> dict[str, Any] | None:
-        """As Scheduler.get_new_batch_prefill and PrefillAdder.add_one_req."""
+        """Admit a request as Scheduler.get_new_batch_prefill and PrefillAdder.add_one_req do."""
         cache = self.cache
         if request.prompt > 20 * BLOCK or not self.pool.free_slots:
             return None
@@ -539,7 +555,7 @@ class HostCacheServer(BlockOwner):
         begin = len(request.prefix_indices)
         if not self._make_room(-(-request.prompt // BLOCK) - begin // BLOCK):
             self._let_go(request)
-            return None  # and a load may be left behind
+            return None  # its load may still be running
         self._consumer = cache.ready_to_load_host_cache()
         self.hit += begin
         request.req_pool_idx = self.pool.free_slots.pop()
@@ -555,7 +571,7 @@ class HostCacheServer(BlockOwner):
         return self._step(request, begin, end, source, taken)
 
     def _chunk(self, request: Request, begin: int) -> tuple[int, list[tuple[int, int]]]:
-        """Where the next prefill step ends, which has its blocks now, and the snapshots that it takes."""
+        """Return the end of the next prefill step, whose blocks are now allocated, and the snapshots that it takes."""
         end, whole = request.prompt, (request.prompt - 1 - begin) // BLOCK
         if whole and self.chunks and self.rng.random() < self.chunks:
             end = begin + self.rng.randrange(1, whole + 1) * BLOCK
@@ -566,7 +582,10 @@ class HostCacheServer(BlockOwner):
         return end, self.component.plan_prefill(request, room=5)
 
     def _next_chunk(self, request: Request) -> dict[str, Any] | None:
-        """As Scheduler.stash_chunked_request and PrefillAdder.add_chunked_req, but for want of room, which aborts."""
+        """Continue a prompt as Scheduler.stash_chunked_request and PrefillAdder.add_chunked_req do.
+
+        A lack of memory aborts the request here.
+        """
         self._insert(request, chunked=True)
         begin = len(request.prefix_indices)
         if not self._make_room(-(-request.prompt // BLOCK) - begin // BLOCK):
@@ -592,7 +611,7 @@ class HostCacheServer(BlockOwner):
         }
 
     def _decode(self, request: Request) -> dict[str, Any] | None:
-        """Some tokens at once, up to the end of the block, so that ends of blocks are common."""
+        """Decode several tokens at once, at most up to the end of the block, so that many steps end blocks."""
         begin = request.computed
         end = min(begin + self.rng.choice([1, 40, BLOCK]), begin // BLOCK * BLOCK + BLOCK)
         if end + BLOCK > MAX_LENGTH:
@@ -626,7 +645,7 @@ class HostCacheServer(BlockOwner):
                     self.finish(request)
                 else:
                     self._insert(request)
-            elif kind == "decode" and dice < 0.25:  # while the next step, which has it too, runs
+            elif kind == "decode" and dice < 0.25:  # while the next step runs, which includes it
                 self.finish(request)
 
     def finish(self, request: Request) -> None:
@@ -647,7 +666,7 @@ class HostCacheServer(BlockOwner):
         self.cache.retracted(request)
 
     def flush(self) -> bool:
-        """As Scheduler.flush_cache, which wants a server without requests and copies."""
+        """Flush as Scheduler.flush_cache does, which requires a server without requests and copies."""
         cache = self.cache
         under_way = cache.ongoing_write_through, cache.ongoing_load_back, cache.ongoing_prefetch, cache.ongoing_backup
         if self.running or self.waiting or self.last or any(under_way):
@@ -660,7 +679,7 @@ class HostCacheServer(BlockOwner):
         return True
 
     def settle(self) -> None:
-        """No requests, and all copies done."""
+        """Finish all requests and copies."""
         if self.last is not None:
             self._process(*self.last)
             self.last = None
@@ -683,10 +702,10 @@ class HostCacheServer(BlockOwner):
                 time.sleep(0.001)  # a thread of SGLang writes
         raise AssertionError("copies that never end")
 
-    # What must hold
+    # Invariants
 
     def check(self) -> None:
-        """Every block, slot and row has one owner, and the registry says what the tree has."""
+        """Assert that every block, slot and row has one owner, and that the registry agrees with the tree."""
         found = audit(self.cache, self.running)
         assert not found.findings, str(found)
         self.check_events()
@@ -696,7 +715,7 @@ class HostCacheServer(BlockOwner):
                 assert node in cache._dangling, f"blocks of node {node.id} are on the host behind no snapshot"
 
     def check_contents(self) -> None:
-        """Of everything that is cached in either place, when nothing runs."""
+        """Assert the contents of all cached blocks and snapshots on the device and the host, while nothing runs."""
         host_blocks, host_states = (
             pool.kv_buffer.view(torch.int64) for pool in (self.cache.full_kv_pool_host, self.cache.mamba_pool_host)
         )

@@ -1,5 +1,7 @@
-"""What a server on a CPU imports: server_forkserver.py has it imported once, in the process of which servers are
-forked."""
+"""The imports of a server on a CPU.
+
+server_forkserver.py imports this module once, in the process that forks the servers.
+"""
 
 import gc
 
@@ -10,7 +12,7 @@ import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry  # noqa: F401  (imports every model)
 
-# It finds a title's place by the environment that the process got, and a forked one changes its own.
+# The title's memory is found through the environment of the process start, which a forked process changes.
 setproctitle.getproctitle()
-# A collection would copy memory that the servers share.
+# A garbage collection would copy the memory that the servers share.
 gc.freeze()

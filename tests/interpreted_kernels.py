@@ -16,7 +16,7 @@ from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.srt.models import triton_latent
 
-# The interpreter cuts the bits of a bf16 off where hardware rounds.
+# The interpreter truncates bf16 where hardware rounds.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
@@ -55,7 +55,7 @@ def test_more_splits_than_tiles():
 
 @pytest.mark.parametrize("behind", [0, 3])
 def test_inverse_rope(behind):
-    """Of all heads that a kernel wrote, or of the first 5 of them."""
+    """Compare the inverse rotation with PyTorch, for all heads that a kernel wrote and for the first 5 of them."""
     written, positions = torch.randn(3, 5 + behind, 512), torch.tensor([0, 7, 300])
     table = attend_case(tokens=1, heads=1, width=None).rope
     out, rest = written[:, :5], written[:, 5:].clone()
@@ -66,7 +66,10 @@ def test_inverse_rope(behind):
 
 @pytest.mark.parametrize("tokens, dim", [(1, 1024), (5, 1536), (4, 128)])
 def test_norm_and_quantise(tokens, dim):
-    """The latent's codes and scales, of rows that are a part of wider ones; 1536 channels are no power of two."""
+    """Compare the codes and scales of the latent with PyTorch.
+
+    The rows are slices of wider rows, and 1536 channels are not a power of two.
+    """
     wide, weight = torch.randn(tokens, dim + 64), torch.rand(dim)
     codes, scales = triton_latent.norm_and_quantise(wide[:, :dim], weight, 1e-6)
     normed = torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6)
@@ -74,7 +77,7 @@ def test_norm_and_quantise(tokens, dim):
     assert torch.allclose(scales, expected, rtol=1e-5) and scales.stride(1) % 4 == 0
     exact = normed / scales.repeat_interleave(128, 1)
     rounded = exact.to(torch.float8_e4m3fn).float()
-    # The interpreter halves what is rounded up to a power of two.
+    # The interpreter halves values that round up to a power of two.
     carries = torch.frexp(rounded).exponent != torch.frexp(exact).exponent
     differs = (codes.float() != rounded) & ~carries
     assert differs.float().mean() < 0.01, f"{int(differs.sum())} of {differs.numel()} codes differ"
@@ -91,7 +94,10 @@ def test_heads_that_do_not_lie_in_a_row_are_rejected():
 
 
 def test_inverse_rope_and_quantise():
-    """Codes and scales of what `inverse_rope` gives; 10 heads do not fill the programs; one group is all zero."""
+    """The codes and scales are those of `inverse_rope`'s output.
+
+    The 10 heads do not fill the programs, and one group is all zero.
+    """
     g = torch.Generator().manual_seed(0)
     out, positions = torch.randn(3, 10, 512, generator=g) * 3, torch.tensor([0, 7, 300])
     out[1, 2, 128:256], out[2, 3, 448] = 0, 1e4
@@ -103,7 +109,7 @@ def test_inverse_rope_and_quantise():
     assert torch.allclose(scales, amax / 448, rtol=1e-6)
     exact = (grouped / scales[..., None]).clamp(-448, 448)
     expected = exact.to(torch.float8_e4m3fn).float()
-    # The interpreter loses the carry of a number that rounds up to a power of two.
+    # The interpreter loses the carry of a value that rounds up to a power of two.
     carries = (expected.abs() > exact.abs()) & (torch.frexp(expected).mantissa.abs() == 0.5)
     differs = (codes.float().view(exact.shape) != expected) & ~carries
     assert carries.float().mean() < 0.05 and differs.float().mean() < 1e-3, "ties apart"
@@ -120,7 +126,7 @@ def test_inverse_rope_and_quantise():
     ],
 )
 def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
-    """The launch against PyTorch, every output: requests that see little and much, padding."""
+    """Every output of the launch equals PyTorch's, for requests with few and many visible entries and for padding."""
     owned = torch.tensor([6, 7, 2, 0, 5, 0])
     seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
     mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
@@ -146,7 +152,10 @@ def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
 @pytest.mark.parametrize("tokens", [400, 257])
 @pytest.mark.parametrize("chunks", [[257], [1, 130, 60, 66], []])
 def test_prefill_metadata(chunks, tokens):
-    """The launch against PyTorch, every output: prefixes of any length, snapshots, requests without a slot, padding."""
+    """Every output of the launch equals PyTorch's.
+
+    The cases have prefixes of any length, snapshots, requests without a slot, and padding.
+    """
 
     def make() -> metadata.PrefillBuffers:
         buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
@@ -183,7 +192,7 @@ def test_prefill_metadata(chunks, tokens):
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_sparse_prefill(ratio, kv_format, monkeypatch):
-    """The whole attention kernel against the reference, with a sparse kernel in PyTorch."""
+    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch."""
     step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
 
     def sparse(q, table, lists, lens, sink, scale):
@@ -198,7 +207,8 @@ def test_sparse_prefill(ratio, kv_format, monkeypatch):
 
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
     kernel = sparse_prefill.SparsePrefillAttention(8)
-    # The interpreter takes as long for a program of any size: many of the real one in one layer, large ones in two.
+    # Interpreting a program takes the same time for any size, so one layer has many programs of the real size, and two
+    # layers have few large programs.
     for rows_a_program, layers in ((sparse_prefill._ENTRIES_PER_PROGRAM, 1), (128, 2)):
         monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", rows_a_program)
         assert kernel.begin_step(step, lengths)
@@ -228,7 +238,11 @@ def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
 
 
 def schedule_in_turn(blocks: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:
-    """FlashMLA's rule, block by block: what each part reads, as (token, block), and the splits before each token."""
+    """Apply FlashMLA's rule block by block.
+
+    Returns:
+        The (token, block) pairs that each part reads, and the number of splits before each token.
+    """
     budget = -(-(sum(blocks) + len(blocks) * overhead) // parts) + overhead
     read: list[list[int]] = []
     splits, token, block = [0], 0, 0
@@ -255,7 +269,7 @@ def schedule_in_turn(blocks: list[int], parts: int, overhead: int) -> tuple[list
 @pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 def test_schedule(tokens, parts, overhead):
-    """Every block of every token is read once, in FlashMLA's order, by as many parts as are said."""
+    """The schedule reads every block of every token once, in FlashMLA's order, and has the given number of parts."""
     g = torch.Generator().manual_seed(tokens * parts)
 
     def some(high: int, low: int = 0) -> torch.Tensor:

@@ -7,7 +7,7 @@ from v41_attention_cases import v41_attend_case, v41_index_case
 
 from dsv4_sglang.attention import triton_attend_v41, triton_index_v41
 
-# The interpreter cuts the bits of a bf16 off where hardware rounds.
+# The interpreter truncates bf16 where hardware rounds.
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
@@ -33,7 +33,7 @@ def test_more_splits_than_tiles():
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
 def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
-    """Rows and candidates of the reference, in slices of two tokens."""
+    """Entries and candidates equal the reference's, in slices of two tokens."""
     case = v41_index_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
     monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 1000)
     expected, got = case.candidates(most), case.candidates(most)

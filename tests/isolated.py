@@ -1,10 +1,12 @@
-"""Test modules that need a process of their own, with SGLang's environment for a CPU, as servers have it
-(server_forkserver.py). SGLang reads the environment when it is imported, and hooks on it are for life, so the process
-of the other tests cannot run them.
+"""Test modules that run in a separate process with SGLang's environment for a CPU, as servers do
+(server_forkserver.py).
 
-Here a test is found by the name of its function, without an import of its module, so `-k` selects functions and not
+SGLang reads the environment when it is imported, and hooks on it cannot be removed. So the process of the other tests
+cannot run these modules.
+
+A test is collected by the name of its function, without importing its module. Therefore `-k` selects functions, not
 parameters. The first test of a group starts a process that runs all selected tests of the group with pytest. Its
-reports are those of the tests here, one for each set of parameters.
+reports become the reports of the tests here, one for each set of parameters.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ import server_forkserver
 
 from dsv4_sglang.srt.integration.launch_command import Command, cpu_environment
 
+# These modules share a scheduler, which the plugin speculation_judge starts.
 SCHEDULER = ("test_scheduler_speculation.py", "test_scheduler_faults.py", "test_scheduler_sleep.py")
-"""These share a scheduler, which the plugin speculation_judge starts."""
 INTERPRETED = ("interpreted_kernels.py", "interpreted_kernels_v41.py")
+# The group of each module.
 GROUPS = {
     **dict.fromkeys(SCHEDULER, "scheduler"),
     **dict.fromkeys(INTERPRETED, "interpreted"),
     "test_overlapping_layer.py": "layer",
     "test_scheduler_drafts.py": "drafts",
 }
-"""The group of a module."""
+# Environment variable of a group's process: the file to which it writes its reports.
 REPORTS = "DSV4_SGLANG_TEST_REPORTS"
-"""In the environment of a group's process: the file to which it writes its reports."""
 
+# Reports by test name, without parameters.
 Reports = dict[str, list[pytest.TestReport]]
-"""Reports by the name of a test, without its parameters."""
+# Reports of the groups that have run in this session.
 FINISHED = pytest.StashKey[dict[str, Reports]]()
-"""Reports of the groups that have run in this session."""
 
 
 class IsolatedTest(pytest.Item):
@@ -67,14 +69,17 @@ class IsolatedModule(pytest.File):
 
 
 def module(path: Path, parent: pytest.Collector) -> IsolatedModule | None:
-    """The collector of a file whose tests run in another process, None for other files and in that process."""
+    """Return the collector of a file whose tests run in a separate process.
+
+    Return None for other files and in that process.
+    """
     if path.name not in GROUPS or REPORTS in os.environ:
         return None
     return IsolatedModule.from_parent(parent, path=path)
 
 
 def run(test: IsolatedTest) -> None:
-    """Report what became of a test."""
+    """Report the results of a test."""
     finished = test.session.stash.setdefault(FINISHED, {})
     if test.group not in finished:
         selected = [item for item in test.session.items if isinstance(item, IsolatedTest)]
@@ -100,7 +105,7 @@ def _run_group(tests: list[IsolatedTest]) -> Reports:
             failure = str(error)
         for line in file.read_text().splitlines():
             report = pytest.TestReport._from_json(json.loads(line))
-            # xdist takes reports of the test that it runs alone. The parameters stay in the report's location.
+            # xdist accepts reports only of the test that it runs. The parameters stay in the report's location.
             report.nodeid = report.nodeid.partition("[")[0]
             reports[report.nodeid].append(report)
     for test in tests:
@@ -110,12 +115,12 @@ def _run_group(tests: list[IsolatedTest]) -> Reports:
 
 
 def _failed(test: IsolatedTest, failure: str) -> pytest.TestReport:
-    """The report of a test whose process did not come to its end, or did not find it."""
+    """Return the report of a test whose process crashed or did not find the test."""
     return pytest.TestReport(test.nodeid, test.location, {}, "failed", f"the test did not end:\n{failure}", "call")
 
 
 def write(report: pytest.TestReport) -> None:
-    """In the process of a group: send a report."""
+    """Send a report from the process of a group."""
     if file := os.environ.get(REPORTS):
         with Path(file).open("a") as lines:
             lines.write(json.dumps(report._to_json()) + "\n")

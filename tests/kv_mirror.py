@@ -1,4 +1,4 @@
-"""A router's view of a cache: what the KV events of a server add up to."""
+"""The cache contents that a router derives from the KV events of a server."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 
 class Mirror:
-    """Blocks by medium and hash; fails on an event that a router could not apply."""
+    """Blocks by medium and hash. Fails on an event that a router cannot apply."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {medium.value: set() for medium in (StorageMedium.GPU, StorageMedium.CPU)}
+        # The hash of each block, by the hash of the previous block and by the block's tokens. All media use the same
+        # hashes.
         self._next: dict[tuple[int | None, tuple[int, ...]], int] = {}
-        """The hash of each block by that of the block before it and its tokens; media share the hashes."""
         self.removed = self.cleared = 0
 
     def apply(self, events: Iterable[Any]) -> None:
@@ -42,7 +43,7 @@ class Mirror:
             self._next[parent, _page(event.token_ids, i)] = parent = name
 
     def found(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a prompt a router believes to be cached."""
+        """Return the number of tokens of a prompt that a router expects to be cached."""
         name: int | None = None
         for i in range(len(tokens) // BLOCK):
             name = self._next.get((name, _page(tokens, i)))
@@ -51,7 +52,7 @@ class Mirror:
         return len(tokens) // BLOCK * BLOCK
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """As the integrity report has them."""
+        """Return the totals in the format of the integrity report."""
         return {medium: {"blocks": len(blocks), "sum": sum(blocks)} for medium, blocks in self.blocks.items()}
 
 

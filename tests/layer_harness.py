@@ -1,7 +1,7 @@
-"""One attention layer run two ways: HF transformers' DeepseekV4Attention in fp32, and our ops over real tables.
+"""One attention layer in two implementations: HF transformers' DeepseekV4Attention in fp32, and our ops on real pools.
 
-The widths that the cache fixes (512, 64, 128, window 128, ratios 4 and 128) are the real ones; hidden size and heads
-are small.
+The widths that the cache fixes (512, 64, 128, window 128, ratios 4 and 128) are the real ones. Hidden size and number
+of heads are small.
 """
 
 import math
@@ -28,7 +28,7 @@ KEY_WIDTH = {"mxfp4": (72, torch.uint8), "nvfp4": (72, torch.uint8), "fp32": (12
 
 
 def frequencies(ratio: int) -> Tensor:
-    """SPEC 1.3 with YaRN's factor 16, original length 65536."""
+    """Return the frequencies of SPEC 1.3 with YaRN factor 16 and original length 65536."""
     base = 160000.0 if ratio else 10000.0
     f = 1.0 / (base ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
     if ratio:
@@ -71,7 +71,10 @@ def make_config(topk: int) -> DeepseekV4Config:
 
 
 def make_attention(ratio: int, seed: int = 0, topk: int = 16) -> hf.DeepseekV4Attention:
-    """HF attention of one layer kind with every parameter initialised (its biases and sinks start as raw memory)."""
+    """Return the HF attention of one layer kind with every parameter initialised.
+
+    HF leaves the biases and sinks of a new layer uninitialised.
+    """
     generator = torch.Generator().manual_seed(seed)
     attention = hf.DeepseekV4Attention(make_config(topk), list(LAYER_TYPES).index(ratio))
     with torch.no_grad():
@@ -83,8 +86,10 @@ def make_attention(ratio: int, seed: int = 0, topk: int = 16) -> hf.DeepseekV4At
 
 
 def hf_forward(attention, x: Tensor, cache: DynamicCache | None = None, start: int = 0) -> Tensor:
-    """One chunk x [n, HIDDEN] at position `start` through HF, with a band mask over [past 127 | new] keys
-    (SPEC 8)."""
+    """Run one chunk x [n, HIDDEN] at position `start` through HF (SPEC 8).
+
+    A band mask over [past 127 | new] keys limits the window.
+    """
     rotary = hf.DeepseekV4RotaryEmbedding(attention.config)
     n = x.shape[0]
     positions = torch.arange(start, start + n)[None]
@@ -99,7 +104,7 @@ def hf_forward(attention, x: Tensor, cache: DynamicCache | None = None, start: i
 
 @dataclass
 class Layer:
-    """Our layer: HF's weights in the checkpoint's layout, our tables, one `step` a batch of chunks."""
+    """Our layer: HF's weights in the format of model checkpoints, our pools, and one `step` per batch of chunks."""
 
     attention: torch.nn.Module
     ratio: int
@@ -117,7 +122,7 @@ class Layer:
         a = self.attention
         self.rope = rope_table(self.blocks * 128, frequencies(self.ratio))
         width, dtype = WIDTH[self.rows]
-        junk = 127 if dtype == torch.uint8 else float("nan")  # whatever is read before it is written must show
+        junk = 127 if dtype == torch.uint8 else float("nan")  # makes reads of unwritten memory visible
         self.ring = torch.full((self.slots, self.sizes.ring, width), junk, dtype=dtype)
         self.entries = self.index_keys = self.compressor_state = None
         self.kv_weight = a.kv_proj.weight
@@ -145,7 +150,7 @@ class Layer:
         self.index_ape, self.index_norm = i.position_bias.detach(), i.kv_norm.weight
 
     def project(self, x: Tensor) -> dict:
-        """The raw projections that `append` takes."""
+        """Return the raw projections that `append` takes."""
         c = self.attention.compressor if self.ratio else None
         return {
             "kv": (x @ self.kv_weight.T).to(self.dtype),
@@ -188,8 +193,15 @@ class Layer:
     def step(
         self, chunks: dict[int, Tensor], tables: dict[int, list[int]], decode=False, track=None, read=True
     ) -> dict:
-        """Append and attend chunks {slot: x [n, HIDDEN]}; `tables` {slot: block ids}. Returns {slot: output [n,
-        HIDDEN]}."""
+        """Append and attend a batch of chunks.
+
+        Args:
+            chunks: {slot: x [n, HIDDEN]}.
+            tables: {slot: block ids}.
+
+        Returns:
+            {slot: output [n, HIDDEN]}.
+        """
         batch = Batch.make([(s, self.lengths.get(s, 0), len(x)) for s, x in chunks.items()], tables)
         x = torch.cat(list(chunks.values()))
         window = None
@@ -204,7 +216,7 @@ class Layer:
         return dict(zip(chunks, out.split([len(c) for c in chunks.values()])))
 
     def visible(self, positions: Tensor) -> Tensor:
-        """How many entries a query sees (SPEC 4.3)."""
+        """Return the number of entries that each query sees (SPEC 4.3)."""
         return (positions + 1) // self.ratio
 
     def read(self, batch: "Batch", x: Tensor, window: Tensor | None) -> Tensor:
@@ -268,7 +280,7 @@ class Batch:
 
     @classmethod
     def make(cls, requests: list[tuple[int, int, int]], tables: dict[int, list[int]]) -> "Batch":
-        """`requests`: (slot, tokens before, tokens now)."""
+        """Build the tensors for `requests`: (slot, tokens before, new tokens)."""
         slots, prefix, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
         start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
         request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
@@ -280,7 +292,7 @@ class Batch:
         return cls(slots, prefix, start, request.int(), positions.long(), out_loc, table)
 
     def window_lists(self, ring_rows: int | None) -> tuple[Tensor, Tensor]:
-        """Rows of rings of `ring_rows` rows, or of the workspace."""
+        """Return window indices and lengths, in rings of `ring_rows` rows or in the workspace (None)."""
         b, t = self.token_request.long(), self.positions
         lens = (t + 1).clamp_max(128)
         p = (t + 1 - lens)[:, None] + torch.arange(128)

@@ -1,6 +1,6 @@
-"""Waiting without deadlines: a process is waited for while it makes progress, however slow the machine.
+"""Waits without deadlines: the tests wait for a process while it makes progress, however slow the machine is.
 
-One that has ended is an error at once; so is one that is alive and has done next to nothing for STUCK_SECONDS.
+A process that has ended is an error at once. A process that has done almost no work for STUCK_SECONDS is an error, too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import psutil
 
 STUCK_SECONDS = 300.0
-# CPU time that a process gets in STUCK_SECONDS on a machine with fifty times more work than cores.
+# The CPU time of a process in STUCK_SECONDS on a machine with fifty times more work than cores.
 LITTLE_WORK = 0.02 * STUCK_SECONDS
 POLL_SECONDS = 1.0
+# Timeout in seconds for calls that need one and that fail by themselves when their server ends.
 LONG = 3600.0
-"""A limit for what has to be given one and fails by itself when its server ends."""
 
 
 class Process(Protocol):
-    """What is used of a `subprocess.Popen`; server_forkserver.py has another."""
+    """The part of `subprocess.Popen` that the tests use. server_forkserver.py has another implementation."""
 
     pid: int
 
@@ -40,14 +40,14 @@ class Process(Protocol):
 
 
 class Progress:
-    """Of a process and all below it, from now on. `log`: a file that they write to."""
+    """The progress of a process and all its descendants from now on. `log` is a file to which they write."""
 
     def __init__(self, process: Process, log: Path | None = None) -> None:
         self.process, self.log = process, log
         self._since, self._used, self._lines = time.monotonic(), self._cpu_seconds(), self._lines_of_log()
 
     def check(self) -> None:
-        """Raises AssertionError, with the end of the log, if the process has ended or is stuck."""
+        """Raise AssertionError with the end of the log if the process has ended or is stuck."""
         code = self.process.poll()
         assert code is None, f"the process has ended with exit code {code}{self.end_of_log()}"
         now, used, lines = time.monotonic(), self._cpu_seconds(), self._lines_of_log()
@@ -67,17 +67,17 @@ class Progress:
             process = psutil.Process(self.process.pid)
             for member in (process, *process.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
-                    used += sum(member.cpu_times()[:4])  # its own and that of children that have ended
+                    used += sum(member.cpu_times()[:4])  # includes children that have ended
         return used
 
     def _lines_of_log(self) -> int:
-        """Without those that say that somebody asked: they are no progress."""
+        """Return the number of log lines, without those of HTTP requests. A request is no progress."""
         text = b"" if self.log is None else self.log.read_bytes()
         return text.count(b"\n") - text.count(b" HTTP/1.1")
 
 
 def wait(process: Process, log: Path | None = None) -> int:
-    """The exit code of a process that is to end by itself."""
+    """Wait for a process that ends by itself. Return its exit code."""
     progress = Progress(process, log)
     while process.poll() is None:
         with suppress(subprocess.TimeoutExpired):
@@ -88,7 +88,7 @@ def wait(process: Process, log: Path | None = None) -> int:
 
 
 def communicate(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What a process that is to end by itself writes to its pipes."""
+    """Wait for a process that ends by itself. Return what it writes to its pipes."""
     progress = Progress(process)
     while True:
         try:
@@ -99,7 +99,7 @@ def communicate(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` with both outputs captured as text; no process of its group is left if the wait fails."""
+    """Run `subprocess.run` with both outputs captured as text. If the wait fails, kill the process group."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **pipes, **options) as process:
         try:

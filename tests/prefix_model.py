@@ -1,8 +1,7 @@
-"""A server in miniature over the prefix tree: requests that compute, take snapshots, finish, retract; and what must
-hold.
+"""A small model of a server over the prefix tree. Its requests compute, take snapshots, finish and retract.
 
-Block contents and states are remembered in plain dicts under the ids that the tree hands out, so that a block or slot
-written by one owner while another relies on it shows as a difference.
+Plain dicts store the contents of blocks and snapshots by the ids that the tree assigns. The model therefore detects a
+block or slot that one owner overwrites while another still uses it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,16 @@ from dsv4_sglang.srt.prefix_cache.placement import due_in_prefill, is_kept
 
 Path = tuple[int, ...]
 
+# Factor on the number of steps of the random tests. With 3 they run a million, in minutes (docs/design/integrity.md).
 TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
-"""How many times as many steps the random tests take: 3 gives a million, in minutes (docs/design/integrity.md)."""
 
 
 @dataclass(eq=False)
 class Request:
-    """`keys` are the contents of its blocks, prompt first; `computed` blocks hold what they should."""
+    """A request.
+
+    `keys` are the contents of its blocks, prompt first. The first `computed` blocks hold their contents.
+    """
 
     keys: list[int]
     prompt: int
@@ -44,7 +46,7 @@ class Request:
 
 
 class MiniServer:
-    """Lengths count blocks; a prefill chunk is `chunk` blocks, the grid of snapshots `interval` blocks."""
+    """A model server. Lengths count blocks: `chunk` blocks per prefill chunk, a snapshot every `interval` blocks."""
 
     def __init__(self, blocks: int, snapshots: int, interval: int = 3, chunk: int = 4) -> None:
         self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots))
@@ -55,7 +57,7 @@ class MiniServer:
         self.state_content: dict[int, Path] = {}
 
     def admit(self, keys: list[int]) -> Request | None:
-        """A prompt; at least its last block is computed. None if its blocks do not fit beside what is held."""
+        """Admit a prompt, of which at least the last block is computed. Return None if its blocks do not fit."""
         past = np.array(keys[:-1], dtype=np.int64)
         match = self.tree.match(past)
         self.tree.resume(match, past)
@@ -71,14 +73,14 @@ class MiniServer:
         return request
 
     def prefill(self, request: Request) -> None:
-        """One chunk. Nothing is left to do once the prompt is computed."""
+        """Compute one chunk. Do nothing if the prompt is already computed."""
         begin, end = request.computed, min(request.computed + self.chunk, request.prompt)
         if begin == end:
             return
         due = due_in_prefill(
             begin * BLOCK,
             end * BLOCK,
-            prompt=request.prompt * BLOCK + 1,  # tokens behind the last block, which no tree has
+            prompt=request.prompt * BLOCK + 1,  # tokens after the last block, which are never in the tree
             interval=self.interval * BLOCK,
             branch=request.branch * BLOCK,
         )
@@ -87,7 +89,7 @@ class MiniServer:
         self._insert(request, [(length, self._write_state(request, length, slot)) for length, slot in taken])
 
     def decode(self, request: Request, key: int) -> bool:
-        """One block more, with a rolling snapshot at its end."""
+        """Generate one block, with a rolling snapshot at its end."""
         if request.computed < request.prompt:
             return False
         block = self.tree.take_blocks(1)
@@ -118,13 +120,13 @@ class MiniServer:
             self.prefill(request)
 
     def retract(self, request: Request) -> None:
-        """What it computed up to its last snapshot stays."""
+        """Retract a request. The tree keeps the computed blocks up to its last snapshot."""
         pending, request.pending = request.pending, []
         self._insert(request, pending)
         self._release(request)
 
     def press(self, blocks: int, snapshots: int) -> None:
-        """Memory is needed elsewhere for a moment."""
+        """Allocate memory for another use, then free it."""
         taken = self.tree.take_blocks(blocks)
         if taken is not None:
             self.tree.block_pool.free(taken)
@@ -159,7 +161,7 @@ class MiniServer:
         if slots:
             self.tree.snapshot_pool.free(np.array(slots))
 
-    # What must hold
+    # Invariants
 
     def check(self) -> None:
         tree, registry = self.tree, self.tree.registry
@@ -228,7 +230,7 @@ class MiniServer:
 
 
 def path(node: Node) -> list[Node]:
-    """Root's child first."""
+    """Return the nodes from the root's child to `node`."""
     nodes = []
     at: Node | None = node
     while at is not None and at.parent is not None:

@@ -1,7 +1,7 @@
-"""`prefix_model.MiniServer` again, over SGLang's own unified tree, allocators and request pool, without a server.
+"""`prefix_model.MiniServer` on SGLang's unified tree, allocators and request pool, without a server.
 
-Requests go through the calls that SGLang's scheduler makes, in its order. Lengths are tokens here: prompts end
-anywhere, and the step that overlap scheduling runs past the end of a generation is there too.
+Requests go through the calls that SGLang's scheduler makes, in the same order. Lengths count tokens here. Prompts have
+any length, and the model includes the step that overlap scheduling runs after the end of a generation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending, component_o
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 MAX_LENGTH = 64 * BLOCK
-# Who needs room has a call of its own.
+# These releases evict for an allocation in a separate call.
 FOR_ALLOC = hasattr(UnifiedRadixCache, "evict_for_alloc")
-# A request's blocks are handed to the tree and given back in calls of their own.
+# These releases insert a request's blocks into the tree and free them in separate calls.
 SEPARATE = compat.IS_0_5_23
 
 
 def without_a_server(monkeypatch: Any) -> None:
-    """What SGLang's component asks of a server's settings."""
+    """Replace the server settings that SGLang's component reads."""
     settings = SimpleNamespace(mamba_cache_chunk_size=BLOCK, mamba=SimpleNamespace(mamba_max_states_per_path=-1))
     of_sglang = sys.modules[MambaComponent.__module__]
     monkeypatch.setattr(of_sglang, "get_exec", lambda: settings)
@@ -52,7 +52,7 @@ def without_a_server(monkeypatch: Any) -> None:
 
 
 class Pool(StateReqToTokenPool):
-    """The part that the tree and the scheduler use, without state tensors."""
+    """The part of the pool that the tree and the scheduler use, without state tensors."""
 
     def __init__(self, requests: int, snapshots: int) -> None:
         self.req_to_token = torch.zeros(requests + 1, MAX_LENGTH, dtype=torch.int32)
@@ -64,17 +64,20 @@ class Pool(StateReqToTokenPool):
 
 
 class Request:
-    """The fields of SGLang's `Req` that the prefix cache reads and writes, and of its record `kv` in newer releases."""
+    """The fields of SGLang's `Req` that the prefix cache reads and writes.
+
+    In newer releases they include its record `kv`.
+    """
 
     session_id = cache_salt = kv_rotation_base = lock = None
     cache_inserted_len = storage_hit_length = 0
     mamba_prev_track_seqlen = None
+    # If True, the request has generated all its tokens.
     over = False
-    """It has generated all that it will."""
 
     def __init__(self, keys: list[int], tail: int, unique: int) -> None:
+        # The contents of the blocks. The tokens of block i are 128 times keys[i] + 1, so equal keys mean equal blocks.
         self.keys = keys
-        """Content of its blocks; the tokens of block i are 128 times keys[i] + 1, so equal keys are equal blocks."""
         self.origin_input_ids = array("q", [k + 1 for k in keys for _ in range(BLOCK)] + [100 + unique] * tail)
         self.output_ids = array("q")
         self.time_stats = SimpleNamespace(created_time=0.0, scheduler_recv_time=time.perf_counter())
@@ -137,7 +140,7 @@ class Request:
 
 
 class BlockOwner:
-    """Blocks of requests, as SGLang's scheduler takes them."""
+    """Allocates blocks for requests as SGLang's scheduler does."""
 
     cache: Any
     allocator: PagedTokenToKVPoolAllocator
@@ -156,7 +159,10 @@ class BlockOwner:
         )
 
     def check_events(self) -> None:
-        """The KV events so far add up to what the cache says it has announced, which the integrity check compared."""
+        """Assert that the KV events add up to the state that the cache reports.
+
+        The integrity check has compared that state with the tree.
+        """
         self.mirror.apply(self.cache.take_events())
         announced = {medium.value: blocks for medium, blocks in self.cache.events.announced.items()}
         assert self.mirror.blocks == announced
@@ -175,10 +181,10 @@ class BlockOwner:
             self.pool.req_to_token[request.req_pool_idx, at : at + count] = fresh.int()
             request.allocated = at + count
 
-    # SGLang's calls, as its releases have them
+    # SGLang's calls in each release
 
     def _match(self, request: Request) -> Any:
-        """What the tree has of a prompt, noted in the request."""
+        """Match a prompt with the tree and store the result in the request."""
         key = RadixKey(request.origin_input_ids, request.extra_key, limit=request.prompt - 1)
         match = self.cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
         request.last_node, request.mamba_branching_seqlen = match.last_device_node, match.mamba_branching_seqlen
@@ -202,7 +208,7 @@ class BlockOwner:
             self.cache._dec_req_lock(request)
 
     def _insert(self, request: Request, chunked: bool = False) -> None:
-        """Of a request that goes on: what its last prefill step has computed."""
+        """Insert the tokens that the last prefill step of a running request has computed."""
         if not SEPARATE:
             self.cache.cache_unfinished_req(request, chunked=chunked)
             return
@@ -211,8 +217,10 @@ class BlockOwner:
         request.prefix_indices = row[: request.extend_end].long()
 
     def _release(self, request: Request, is_insert: bool) -> None:
-        """As mem_cache.common.release_kv_cache, and with `is_insert` of a request that is not over as
-        compat.release_retracted."""
+        """Release a request as mem_cache.common.release_kv_cache does.
+
+        With `is_insert`, an unfinished request is released as compat.release_retracted does.
+        """
         self.running.remove(request)
         if SEPARATE:
             if is_insert:
@@ -222,7 +230,7 @@ class BlockOwner:
             self.cache.on_release(request, checkpointed=is_insert and request.over)
         else:
             self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.computed)
-        # Blocks beyond what was computed.
+        # The allocated blocks after the computed ones.
         row, begin = self.pool.req_to_token[request.req_pool_idx], -(-request.computed // BLOCK) * BLOCK
         if begin < request.allocated:
             self.allocator.free_segment(row[begin : request.allocated].long(), start_pos=begin)
@@ -230,7 +238,7 @@ class BlockOwner:
 
 
 class TreeServer(BlockOwner):
-    """`blocks` pages of 128 tokens, as many snapshots as asked; `interval` and `chunk` in blocks."""
+    """A model server with `blocks` pages of 128 tokens. `interval` and `chunk` count blocks."""
 
     def __init__(self, blocks: int, snapshots: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
         self.pool = Pool(requests, snapshots)
@@ -246,11 +254,11 @@ class TreeServer(BlockOwner):
         self.block_content: dict[int, tuple[int, ...]] = {}
         self.state_content: dict[int, tuple[int, ...]] = {}
         self.blocks, self.snapshots = blocks, snapshots
+        # Snapshot slots that are withheld from all requests.
         self.kept_back: list[int] = []
-        """Snapshot slots that nobody gets."""
         self._unique = 0
 
-    # Admission, as Scheduler.get_new_batch_prefill and alloc_for_extend do it
+    # Admission, as in Scheduler.get_new_batch_prefill and alloc_for_extend
 
     def admit(self, keys: list[int], tail: int = 1) -> Request | None:
         self._unique += 1
@@ -268,7 +276,7 @@ class TreeServer(BlockOwner):
         resumed = len(request.prefix_indices)
         self.pool.req_to_token[request.req_pool_idx, :resumed] = request.prefix_indices.int()
         request.allocated = request.computed = resumed
-        # Its blocks are taken at once: admission has made sure of them.
+        # Admission has ensured that all blocks of the prompt are free.
         self._allocate(request, request.prompt)
         if resumed:
             slot = int(request.mamba_cow_src_index)
@@ -298,11 +306,11 @@ class TreeServer(BlockOwner):
             self.state_content[slot] = self.path(request, length)
 
     def process_prefill(self, request: Request) -> None:
-        """With overlap scheduling the first decode step is planned before this."""
+        """Process a prefill step. With overlap scheduling the first decode step is planned before this call."""
         self._insert(request, chunked=request.computed < request.prompt)
 
     def plan_decode(self, request: Request, length: int) -> None:
-        """What SGLang calls before the decode step that brings a request to `length` tokens."""
+        """Make SGLang's calls before the decode step that extends a request to `length` tokens."""
         lengths = torch.tensor([length])
         batch = SimpleNamespace(tree_cache=self.cache, seq_lens_cpu=lengths, reqs=[request], device="cpu")
         batch.spec_algorithm = SpeculativeAlgorithm.NONE
@@ -315,7 +323,7 @@ class TreeServer(BlockOwner):
             self.prefill(request)
 
     def decode(self, request: Request, key: int) -> bool:
-        """Tokens up to a few past the next multiple of 128."""
+        """Generate tokens up to a few after the next multiple of 128."""
         if request.computed < request.prompt:
             return False
         end = request.computed // BLOCK * BLOCK + BLOCK
@@ -346,11 +354,11 @@ class TreeServer(BlockOwner):
         del self.history[:-20]
 
     def retract(self, request: Request) -> None:
-        """For want of memory, as snapshot_schedule.keep_on_retraction."""
+        """Retract a request for lack of memory, as snapshot_schedule.keep_on_retraction does."""
         self._release(request, is_insert=True)
 
     def drop(self, request: Request) -> None:
-        """As a pause that retracts all requests."""
+        """Retract a request as a pause that retracts all requests does."""
         self._release(request, is_insert=False)
 
     def press(self, blocks: int, snapshots: int) -> None:
@@ -360,7 +368,7 @@ class TreeServer(BlockOwner):
         self.component.slots.give_back(taken)
 
     def keep_back(self) -> None:
-        """The pool is full, until `let_go`."""
+        """Withhold all free snapshots until `let_go`."""
         while slot := self.component.slots.take():
             self.kept_back.append(slot)
 
@@ -369,17 +377,17 @@ class TreeServer(BlockOwner):
         self.kept_back = []
 
     def flush(self) -> None:
-        """As Scheduler.flush_cache."""
+        """Flush as Scheduler.flush_cache does."""
         if not self.running:
             self.cache.reset()
             self.pool.mamba_ckpt_pool.clear()
             self.pool.mamba_allocator.clear()
             self.allocator.clear()
 
-    # What must hold
+    # Invariants
 
     def check(self) -> None:
-        """The integrity check, and what blocks and snapshots hold."""
+        """Run the integrity check, and assert the contents of blocks and snapshots."""
         core = self.cache.tree_core
         kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
         kept_back.kv = kept_back
@@ -399,12 +407,12 @@ class TreeServer(BlockOwner):
         for request in self.running:
             row = self.pool.req_to_token[request.req_pool_idx]
             for length, slot, _ in request.pending:
-                if length <= request.computed:  # a verify step may not get there
+                if length <= request.computed:  # a verify step may not reach it
                     assert self.state_content[slot] == self.path(request, length), "a held state was overwritten"
             for end in range(BLOCK, request.computed // BLOCK * BLOCK + 1, BLOCK):
                 page = int(row[end - BLOCK]) // BLOCK
                 assert self.block_content[page] == self.path(request, end), "a held block was overwritten"
-        # SGLang's own equation, which it checks when idle.
+        # SGLang asserts this equation when it is idle.
         cached = self.cache.mamba_evictable_size() + self.cache.mamba_protected_size()
         assert cached == len(self.component.slots.nodes)
 

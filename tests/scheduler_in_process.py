@@ -1,7 +1,7 @@
-"""SGLang's scheduler and its workers on a CPU, without HTTP: its own event loop over requests that a test hands in.
+"""SGLang's scheduler and its workers on a CPU, without HTTP. Its own event loop serves requests from a test.
 
-For processes with the environment of `launch.cpu_environment`. A process has one scheduler; `Child` gives a test
-several, each in a fork of its process, so that SGLang is imported once.
+The process needs the environment of `launch.cpu_environment`. A process has one scheduler. `Child` runs a scheduler in
+a fork, so a test can use several with one import of SGLang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.models import registry  # noqa: F401  imports all models, once for all forks
+from sglang.srt.models import registry  # noqa: F401  imports all models once for all forks
 from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -38,9 +38,15 @@ from dsv4_sglang.srt.features.integrity import REQUESTS, report
 
 @dataclass(frozen=True)
 class Asked:
-    """A greedy request for `count` tokens. `follows`: the answer, from which drafts are taken, each right with a
-    probability of `right`; without it they are the draft model's. `space`: a name space of the prefix cache. `stop`: a
-    token behind which the answer ends."""
+    """A greedy request.
+
+    Attributes:
+        count: Number of tokens to generate.
+        follows: The expected answer, from which drafts are taken. If empty, the draft model makes the drafts.
+        right: Probability that a draft from `follows` is correct.
+        space: Name space of the prefix cache.
+        stop: Token that ends the answer.
+    """
 
     prompt: list[int]
     count: int
@@ -52,8 +58,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """`verified`: steps of speculation that made it. `length`: tokens of `text` (prompt and all accepted tokens) in
-    the cache at the end. `state`: what is alive of its slot then, by name."""
+    """The result of a request.
+
+    Attributes:
+        verified: Number of verify steps.
+        text: Prompt and all accepted tokens.
+        length: Number of tokens of `text` in the cache at the end.
+        state: Live contents of the state slot at the end, by name.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -67,7 +79,7 @@ class Answer:
 
 
 def alive(storage: StateStorage, slot: int, length: int) -> dict[str, Tensor]:
-    """Copies of what a request of `length` tokens may still read of its slot, oldest rows first."""
+    """Copy the entries of a slot that a request of `length` tokens may still read, oldest entries first."""
     layout = storage.layout
     window = torch.arange(max(0, length - WINDOW + 1), length) % layout.ring_rows
     found = {f"ring {layer}": storage.ring(layer)[slot, window].clone() for layer in range(len(layout.schemas))}
@@ -86,8 +98,10 @@ def alive(storage: StateStorage, slot: int, length: int) -> dict[str, Tensor]:
 
 
 class Drafts:
-    """Stands in front of `EagleDraftWorker.draft_forward`: drafts that are right or not as a test wants them. The draft
-    model runs all the same."""
+    """Replaces the output of `EagleDraftWorker.draft_forward` by drafts that are correct with a given probability.
+
+    The draft model still runs.
+    """
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(1)
@@ -110,7 +124,7 @@ class Drafts:
             asked = self.asked[req.rid]
             if not asked.follows:
                 continue
-            # The request's newest token is not in the cache yet: drafts come behind it.
+            # The request's newest token is not in the cache yet, so the drafts start after it.
             known = torch.tensor((asked.prompt + asked.follows)[length + 1 : length + 1 + tokens.shape[1]])
             wrong = torch.rand(len(known), generator=self.generator) >= asked.right
             tokens[row, : len(known)] = torch.where(wrong, (known + 1) % 384, known)
@@ -118,7 +132,10 @@ class Drafts:
 
 
 class InProcess:
-    """A scheduler with fp32 rows and keys. `draft_tokens` of EAGLE; `flags` are fields of SGLang's ServerArgs."""
+    """A scheduler with fp32 KV entries and keys.
+
+    EAGLE makes `draft_tokens`; `flags` are fields of SGLang's ServerArgs.
+    """
 
     def __init__(self, model: Path, draft_tokens: int, overlap: bool, **flags: Any) -> None:
         load_plugins()
@@ -161,10 +178,12 @@ class InProcess:
         return self.pools.mamba_pool.storage
 
     def serve(self, asked: Sequence[Asked], orders: Sequence[tuple[int, list[Any]]] = ()) -> list[Answer]:
-        """All at once, until the scheduler is idle; then nothing is held.
+        """Serve all requests at once until the scheduler is idle. Then assert that no request holds memory.
 
-        orders: control requests, one list a turn: each once a request has generated so many tokens. Behind it
-        `most_running` says how many decoded together.
+        Afterwards `most_running` is the largest number of requests that decoded together.
+
+        Args:
+            orders: Control requests as (n, requests). Each list is sent once a request has generated n tokens.
         """
         scheduler = self.scheduler
         arriving = [self._input(str(i), request) for i, request in enumerate(asked)]
@@ -195,7 +214,7 @@ class InProcess:
         return [self._answer(*self.released[str(i)]) for i in range(len(asked))]
 
     def _release(self, original: Callable[[Any], None], req: Any) -> None:
-        """A request gives its slot back: the last that it can be asked for its state."""
+        """Record a request and its state before it frees its slot."""
         state = alive(self.storage, int(req.mamba_pool_idx), req.kv_committed_len)
         self.released[req.rid] = req, state
         original(req)
@@ -240,17 +259,17 @@ class InProcess:
         assert self.scheduler.flush_cache()
 
     def _let_copies_end(self) -> None:
-        """With a host cache what is to be saved is saved, and seen to be."""
+        """With a host cache, complete the pending writes and process their results."""
         if self.scheduler.enable_hierarchical_cache:
             for _ in range(2):
                 self.scheduler.tree_cache.check_hicache_events()
 
     def evict(self) -> None:
-        """Everything that no request holds leaves the prefix cache, or with a host cache the device."""
+        """Evict all unlocked nodes from the prefix cache, or with a host cache from the device."""
         self.scheduler.tree_cache.evict(EvictParams(num_tokens=self.scheduler.token_to_kv_pool_allocator.size))
 
     def _check(self) -> dict[str, Any]:
-        """The report of the integrity check, without findings."""
+        """Return the report of the integrity check. Assert that it has no findings."""
         found = report(self.scheduler)
         assert not found["findings"], found
         return found
@@ -261,8 +280,8 @@ class InProcess:
         assert all(pool[REQUESTS] == 0 for pool in found["pools"])
 
 
+# The scheduler of this process, if the process is a child.
 _server: InProcess | None = None
-"""The scheduler of this process, if it is a child."""
 
 
 def _start(prepare: Callable[[], None] | None, arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
@@ -286,13 +305,13 @@ class Child:
         self.pool = pool
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function(server, *arguments)` returns there; a function of a module."""
+        """Return the result of `function(server, *arguments)` in the child. `function` must be defined in a module."""
         return self.pool.submit(_do, function, arguments).result()
 
 
 @contextmanager
 def child(*arguments: Any, prepare: Callable[[], None] | None = None, **flags: Any) -> Iterator[Child]:
-    """`arguments` and `flags` of `InProcess`; `prepare` is called there first."""
+    """Start a child with the `arguments` and `flags` of `InProcess`. The child calls `prepare` first."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         pool.submit(_start, prepare, arguments, flags).result()
         yield Child(pool)

@@ -1,10 +1,12 @@
-"""Servers, and tests inside SGLang, on a CPU that import nothing: forked of a process that has imported SGLang once.
+"""CPU servers and tests inside SGLang that are forked from a process that has imported SGLang once.
 
-A server is a launcher, schedulers and a detokenizer, and each would import SGLang and torch for 13 s of CPU time.
-Disaggregated from that a server starts as by its command: with a process group, an environment, arguments and a file
-for its output of its own, and SGLang's `launch_server` as the main program. But what is read of the environment when
-SGLang is imported is the same for all, and a scheduler has the plugin from its launcher (test_commands.py: it loads its
-own).
+A server consists of a launcher, schedulers and a detokenizer. Each would import SGLang and torch for 13 s of CPU time.
+
+A forked server otherwise starts as from its command. It has its own process group, environment, arguments and output
+file, and SGLang's `launch_server` is the main program. There are two differences:
+
+- The environment that SGLang reads when it is imported is the same for all servers.
+- A scheduler inherits the plugin from its launcher. test_commands.py tests that a scheduler loads the plugin by itself.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ IMPORTS = "imports_of_servers"
 SETTINGS = {
     # activate.py sets it before SGLang's model is imported, which is too late here.
     "SGLANG_OPT_FP8_WO_A_GEMM": "0",
-    # Compiling takes longer than what it would make faster here.
+    # Compilation takes more time than it saves here.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# As it is before the fixtures of any module change it.
+# The environment before the fixtures of any module change it.
 ENVIRONMENT = dict(os.environ)
 
 
 class Forked:
-    """A forked process, with what tests use of `subprocess.Popen`."""
+    """A forked process with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process, self.pid = process, process.pid
@@ -62,7 +64,7 @@ class Forked:
 
 
 def start(command: Command, log: Path) -> Forked:
-    """Run a command for a CPU, `python -m MODULE ...`, in a process group of its own."""
+    """Run a command for a CPU, `python -m MODULE ...`, in a new process group."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([IMPORTS])
     environment = {**ENVIRONMENT, **cpu_environment(ENVIRONMENT), **SETTINGS}
@@ -77,7 +79,7 @@ def start(command: Command, log: Path) -> Forked:
 
 
 def run(command: Command, log: Path) -> None:
-    """The same to its end, which raises AssertionError with the end of its output unless the exit code is 0."""
+    """Run a command to its end. Raise AssertionError with the end of its output unless the exit code is 0."""
     process = start(command, log)
     try:
         code = wait(process, log)
@@ -89,25 +91,25 @@ def run(command: Command, log: Path) -> None:
 
 
 def _said(text: str) -> str:
-    """The end of an output, behind what pytest says of each test that failed, which may not be at the end."""
+    """Return the end of an output, after pytest's lines on failed tests, which may be earlier in the output."""
     failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return "\n".join([*failed, text[-8000:]])
 
 
 def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    # In the session of the tests: Linux shares cores between sessions first, and `nice` counts within one.
+    # Stay in the session of the tests: Linux shares cores between sessions first, and `nice` counts within one.
     os.setpgid(0, 0)
     with log.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    # uvicorn gives its workers the number of this file, and of a forked process's they have only 0, 1 and 2.
+    # uvicorn passes the number of this file to its workers. The workers of a forked process have only files 0, 1 and 2.
     os.dup2(sys.stdin.fileno(), 0)
     sys.stdin = os.fdopen(0, closefd=False)
-    importlib.import_module(IMPORTS)  # it was before the fork; if that failed, nobody has said why
+    importlib.import_module(IMPORTS)  # already imported before the fork; repeated here to report an import error
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv = [module, *arguments]
-    # SGLang wants its processes spawned, which would import everything.
+    # SGLang requests spawned processes, which would import everything again.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[method-assign]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

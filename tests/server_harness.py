@@ -1,6 +1,7 @@
-"""Real servers for tests: one process group a set of flags, a free port, always stopped.
+"""Real servers for tests: each has its own process group and a free port, and is always stopped.
 
-They are waited for while they make progress (liveness.py): nothing here depends on how fast or loaded a machine is.
+The tests wait for a server while it makes progress (liveness.py), so no result depends on the speed or load of the
+machine.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_rea
 from dsv4_sglang.srt.integration import launch_command
 from dsv4_sglang.srt.integration.metrics import PREFIX
 
-# Waits of SGLang that end a server: for the other processes of its group, for a step.
+# Timeouts of SGLang that end a server: for the other processes of its group, and for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
-# A host cache of four times the device, behind the servers of other tests, too.
+# A host cache of four times the device's size. Servers of several test files use it.
 HOST_CACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
 DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
-# Of the oracle.
+# The prefill chunk of the oracle.
 CHUNK = 128
+# Attempts of a test that needs several requests to run together. A busy machine may start them one after another.
 ATTEMPTS = 5
-"""Of a test that needs several requests to run together, which a busy machine may start one after another."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One answer of /generate: log p of each token, and how many tokens of the prompt were in the cache.
+    """One answer of /generate: log p of each token, and the number of prompt tokens from the cache.
 
-    others: log p of the other tokens among the likeliest of each place; nothing where the tokens were given.
+    others: log p of the other most likely tokens at each place. Empty if the tokens were given.
     """
 
     tokens: list[int]
@@ -68,7 +69,7 @@ def _request(prompt: Sequence[int], count: int) -> dict[str, Any]:
 
 def _answer(meta: dict[str, Any]) -> Generated:
     pairs = meta["output_token_logprobs"]
-    # Which of equals comes first in a list need not be the one that was taken.
+    # The first of equally likely tokens in the list may differ from the sampled one.
     others = [
         {token: logprob for logprob, token, *_ in row if token != taken}
         for (_, taken, *_), row in zip(pairs, meta["output_top_logprobs"])
@@ -77,8 +78,10 @@ def _answer(meta: dict[str, Any]) -> Generated:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Those of a stream. Raises ConnectionError if it ends before it says so: where the server's end falls between two
-    events, http.client takes it for the answer's."""
+    """Yield the events of a stream. Raise ConnectionError if it ends without its end marker.
+
+    If a server ends between two events, http.client reports a normal end of the answer.
+    """
     for line in response:
         if line.startswith(b"data: [DONE]"):
             return
@@ -88,17 +91,17 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 class Server(Endpoint):
-    """A server process, and what tests ask it. `fields` go into every request that has none of its own."""
+    """A server process and its requests. `fields` are default fields of every request."""
 
     def __init__(self, process: Process, port: int, log: Path) -> None:
         super().__init__(f"http://127.0.0.1:{port}")
         self.process, self.port, self.log = process, port, log
         self.fields: dict[str, Any] = {}
+        # True if a test has ended the server on purpose.
         self.killed = False
-        """Whether it has ended because a test wanted that."""
 
     def _response(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
-        """However long it takes: fails if the server is stuck."""
+        """Wait for a response without a deadline. Fail if the server is stuck."""
         progress = Progress(self.process)
         while not select.select([connection.sock], [], [], POLL_SECONDS)[0]:
             progress.check()
@@ -114,7 +117,10 @@ class Server(Endpoint):
         return _answer(self.post("/generate", {**_request(prompt, count), **self.fields, **fields})["meta_info"])
 
     def begin(self, prompt: Sequence[int], count: int, generated: int, **fields: Any) -> Callable[[], Generated]:
-        """Start a request and return once it has generated so many tokens. Call for the whole answer."""
+        """Start a request and return once it has generated `generated` tokens.
+
+        The returned function returns the whole answer.
+        """
         body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
         answer = ExitStack()
         events = _events(answer.enter_context(self.send("/generate", body)))
@@ -132,27 +138,29 @@ class Server(Endpoint):
     def generate_all(
         self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8, ranks: Sequence[int] | None = None
     ) -> list[Generated]:
-        """All prompts at once, one connection each; `ranks` of DP attention to which they go."""
+        """Send all prompts at once, one connection each. `ranks` are their ranks of DP attention."""
         counts = [count] * len(prompts) if isinstance(count, int) else count
         fields = [{} if ranks is None else on_rank(ranks[i]) for i in range(len(prompts))]
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda ids, n, more: self.generate(ids, n, **more), prompts, counts, fields))
 
     def cold(self, prompt: Sequence[int], count: int = 8) -> Generated:
-        """The answer without a prefix hit: in a name space of its own, so that nothing has to be flushed."""
+        """Return the answer without a prefix hit. A new name space makes a flush unnecessary."""
         got = self.generate(prompt, count, extra_key=uuid.uuid4().hex)
         assert got.cached == 0
         return got
 
     def cold_all(self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8) -> list[Generated]:
-        """The same for prompts that share prefixes, all at once."""
+        """Send all prompts at once, each without a prefix hit, even if the prompts share prefixes."""
         counts = [count] * len(prompts) if isinstance(count, int) else count
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.cold, prompts, counts))
 
     def score(self, prompt: Sequence[int], tokens: Sequence[int], **fields: Any) -> Generated:
-        """Teacher-forced: log p of `tokens` after `prompt`, computed as a prompt. SGLang scores the last id of the
-        vocabulary as 0."""
+        """Return log p of `tokens` after `prompt`, teacher-forced: the tokens are computed as a prompt.
+
+        SGLang scores the last id of the vocabulary as 0.
+        """
         start = {"logprob_start_len": len(prompt) - 1}
         body = {**_request([*prompt, *tokens], 1), **start, **self.fields, **fields}
         meta = self.post("/generate", body)["meta_info"]
@@ -161,13 +169,13 @@ class Server(Endpoint):
         return Generated(list(tokens), [p[0] for p in pairs], meta["cached_tokens"])
 
     def metrics(self, prefix: str = PREFIX, rank: int = 0) -> dict[str, float]:
-        """Values of /metrics by name, without `prefix` and the `_total` of counters.
+        """Return the values of /metrics by name, without `prefix` and the `_total` of counters.
 
-        A metric with a label has a value for each value of the label, such as `hit_tokens_host`, and their sum.
+        A labelled metric has one value per label value, such as `hit_tokens_host`, and their sum.
 
         Args:
-            prefix: of the names to return.
-            rank: of DP attention.
+            prefix: Prefix of the metrics to return.
+            rank: Rank of DP attention.
         """
         found: dict[str, float] = defaultdict(float)
         for sample in samples(self.request("/metrics"), prefix):
@@ -178,7 +186,7 @@ class Server(Endpoint):
         return dict(found)
 
     def flush(self) -> None:
-        """Empty the prefix cache; SGLang rejects while the last step is being retired."""
+        """Empty the prefix cache. SGLang rejects this while the last step is being retired."""
         progress, pause = Progress(self.process), 0.05
         while True:
             try:
@@ -190,22 +198,25 @@ class Server(Endpoint):
                 pause = min(2 * pause, POLL_SECONDS)
 
     def busy(self) -> int:
-        """Requests that run or wait, of all ranks."""
+        """Return the number of requests that run or wait on all ranks."""
         return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/v1/loads")["loads"])
 
     def wait_idle(self) -> None:
-        """Until nothing runs; SGLang checks its pools for leaks when it turns idle and dies of one."""
+        """Wait until no request runs. An idle SGLang checks its pools for leaks and exits if it finds one."""
         progress = Progress(self.process)
         while self.busy():
             progress.check()
             time.sleep(0.1)
-        # The scheduler answers once a turn of its loop: it may still retire a step in the first, checks in the second,
-        # and answers in the third only if it lives.
+        # The scheduler answers once per iteration of its loop. In the first it may still retire a step, in the second
+        # it checks its pools, and in the third it answers only if it is alive.
         for _ in range(3):
             self.get("/server_info")
 
     def retractions(self) -> int:
-        """How often requests were retracted for want of memory: each process of a rank says so."""
+        """Return the number of retractions for lack of memory in the log.
+
+        Each process of a rank logs all of its rank.
+        """
         lines = [line for line in self.log_text().splitlines() if "Retract requests" in line]
         said = Counter((*re.findall(r" (DP\d+|TP\d+)(?=[ \]])", line),) for line in lines)
         of_ranks: dict[str, int] = {}
@@ -215,13 +226,15 @@ class Server(Endpoint):
         return sum(of_ranks.values())
 
     def retracted(self) -> tuple[float, float]:
-        """Requests that were retracted for want of memory and the tokens of their prompts, each time counted; with
-        --enable-metrics."""
+        """Return the number of requests retracted for lack of memory and the number of their prompt tokens.
+
+        Each retraction counts. Needs --enable-metrics.
+        """
         counted = self.metrics("sglang:num_retracted_")
         return counted.get("requests", 0), counted.get("input_tokens", 0)
 
     def kill(self) -> None:
-        """All its processes, at once."""
+        """Kill all processes of the server at once."""
         self.killed = True
         stop(self.process, grace_seconds=0)
 
@@ -233,7 +246,7 @@ class Server(Endpoint):
 def launched(
     model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
 ) -> Iterator[Process]:
-    """The server's process, in a process group of its own, stopped at the end."""
+    """Start the server's process in a new process group, and stop it at the end."""
     overrides = json.dumps({launch_command.OPT_IN_KEY: options})
     command = launch_command.server_command(
         str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=cpu
@@ -246,13 +259,13 @@ def launched(
     try:
         yield process
     finally:
-        stop(process, grace_seconds=0)  # SGLang looks for a SIGTERM every five seconds
+        stop(process, grace_seconds=0)  # SGLang checks for a SIGTERM every five seconds
 
 
 @contextmanager
 def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: Any) -> Iterator[Server]:
-    """A server that answers; fails with the end of its log if it ends or is stuck, while it starts or later."""
-    # An idle scheduler would take a core from the oracle.
+    """Yield a server that answers. Fail with the end of its log if it ends or is stuck, at the start or later."""
+    # An idle scheduler would occupy a core that the oracle needs.
     base = ["--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
     with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options, cpu) as process:
         server, progress = Server(process, port, log), Progress(process, log)
@@ -263,24 +276,24 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
 
 
 def on_rank(rank: int) -> dict[str, int]:
-    """The field of a request by which it goes to this rank of DP attention."""
+    """Return the request field that selects a rank of DP attention."""
     return {"routed_dp_rank": rank}
 
 
+# The exceptions of a request whose server ends.
 BROKEN_OFF = (RequestError, http.client.HTTPException, OSError, KeyError)
-"""What a request raises whose server ends."""
 
 
 @contextmanager
 def ends(server: Server) -> Iterator[list[psutil.Process]]:
-    """What happens here ends the server by itself, with an error, and none of its processes is left."""
+    """Assert that the code inside makes the server exit with an error, and that none of its processes is left."""
     own = psutil.Process(server.process.pid)
     processes = [own, *own.children(recursive=True)]
     server.killed = True
     yield processes
     assert wait(server.process, server.log) != 0
     alive, since = processes, time.monotonic()
-    # One that nobody has waited for is still in the system's table.
+    # A process that its parent has not waited for stays in the system's table.
     while alive := [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() - since < STUCK_SECONDS, alive
         time.sleep(0.05)
@@ -289,14 +302,19 @@ def ends(server: Server) -> Iterator[list[psutil.Process]]:
 
 
 def one_core_each(processes: int) -> str:
-    """SGLANG_CPU_OMP_THREADS_BIND for so many processes: on a CPU SGLang wants to know which runs on which cores."""
+    """Return SGLANG_CPU_OMP_THREADS_BIND for this number of processes.
+
+    On a CPU SGLang needs the cores of each process.
+    """
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
 
 
 def make_way(server: Server) -> Server:
-    """The server, after SGLang's process that hands requests to ranks of DP attention, which spins on a core, has been
-    told to let others go first."""
+    """Return the server after lowering the priority of SGLang's DP controller.
+
+    This process distributes requests to the ranks of DP attention and busy-waits on a core.
+    """
     for process in psutil.Process(server.process.pid).children(recursive=True):
         if any("data_parallel_controller" in word for word in process.cmdline()):
             process.nice(19)
@@ -304,26 +322,29 @@ def make_way(server: Server) -> Server:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random ordinary tokens."""
+    """Return random ordinary tokens."""
     return torch.randint(3, 384, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
 
 
 def distances(oracle: Oracle | OracleV41, ids: Sequence[int], got: Generated) -> torch.Tensor:
-    """|log p of the server - log p of the oracle| of each generated token, teacher-forced."""
+    """Return |log p of the server - log p of the oracle| for each generated token, teacher-forced."""
     return (torch.tensor(got.logprobs) - oracle.score(ids, got.tokens, chunk=CHUNK).logprobs).abs()
 
 
 def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, tolerance: float) -> None:
-    """`got` is what the oracle finds likeliest, token by token, and as likely."""
+    """Assert that each token of `got` is the oracle's most likely one, with the same log p."""
     score = oracle.score(ids, got.tokens, chunk=CHUNK)
     assert (torch.tensor(got.logprobs) - score.logprobs).abs().max() <= tolerance
-    # The server's choice and the oracle's may each be off by the tolerance.
+    # The server's choice and the oracle's choice may each differ by the tolerance.
     assert score.margin.max() <= 2 * tolerance, "not the oracle's likeliest token"
 
 
 def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]], allowed: float) -> None:
-    """Answers of bf16 compute: as likely as the oracle finds them, on average, and nowhere far behind what it finds
-    likeliest: a draft that was wrongly accepted is as unlikely for both. `allowed`: mean |d log p|."""
+    """Compare answers of bf16 compute with the oracle.
+
+    The mean |d log p| is at most `allowed`, and no token is much less likely than the oracle's most likely one. A draft
+    that was wrongly accepted is unlikely for both, so the first comparison alone would miss it.
+    """
     scores = [oracle.score(ids, got.tokens, chunk=CHUNK) for ids, got in asked]
     apart = torch.cat([(torch.tensor(got.logprobs) - s.logprobs.cpu()).abs() for s, (_, got) in zip(scores, asked)])
     assert apart.mean() <= allowed, f"mean |d log p| {apart.mean():.4f} over {len(apart)} tokens"
@@ -332,14 +353,16 @@ def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]]
 
 
 def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, tolerance: float, **fields: Any) -> None:
-    """In a pool of eight blocks four requests grow to two blocks, then the first needs a third: the last is retracted
-    and comes back, all finish, all are right. Repeated if the later requests began so late, on a busy machine, that
-    none was retracted.
+    """Assert that requests are right after a retraction.
+
+    In a pool of eight blocks four requests grow to two blocks, then the first one needs a third. The last one is
+    retracted and resumes later. All requests finish with the right answer. The test repeats if no request was retracted
+    because the later requests began too late on a busy machine.
     """
     before, counts, ahead = server.retractions(), (150, 60, 60, 60), (70, 3, 3, 3)
     for seed in range(20, 20 + 10 * ATTEMPTS, 10):
         prompts = [prompt(n, seed=seed + i) for i, n in enumerate((140, 100, 100, 120))]
-        # Each begins when the one before decodes: SGLang would let it wait for the end of another.
+        # Each request begins while the previous one decodes. Otherwise SGLang would delay it until another one ends.
         running_requests = [server.begin(ids, count, at, **fields) for ids, count, at in zip(prompts, counts, ahead)]
         for ids, answer, count in zip(prompts, running_requests, counts):
             got = answer()
@@ -355,7 +378,10 @@ def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, to
 def assert_burst(
     server: Server, oracle: Oracle, asked: Sequence[tuple[int, int, int]], seed: int, tolerance: float
 ) -> None:
-    """Requests of (tokens, tokens to generate, rank of DP attention), all at once, are answered as by the oracle."""
+    """Assert that simultaneous requests get the oracle's answers.
+
+    A request is (tokens, tokens to generate, rank of DP attention).
+    """
     prompts = [prompt(length, seed=seed + i) for i, (length, _, _) in enumerate(asked)]
     counts, ranks = [count for _, count, _ in asked], [rank for _, _, rank in asked]
     for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):
@@ -364,20 +390,22 @@ def assert_burst(
 
 
 def live(server: Server, ranks: int = 1) -> None:
-    """A burst of the lifecycle fuzzer: all kinds of ends, several answers, chunks, and a pause that retracts all. The
-    server has the option integrity_check, fp32 rows and a context of 640 tokens or more."""
+    """Run a burst of the lifecycle fuzzer: all kinds of ends, parallel samples, chunks, and a pause that retracts all.
+
+    The server needs the option integrity_check, fp32 KV entries and a context of 640 tokens or more.
+    """
     driver = Driver(server.url, 2284, Shape(context=640, burst=10, ranks=ranks), tolerance=2e-3)
     play(driver, driver.shape.burst, LONG)
-    wanted = {"pause retract", "compared warm", "ended by length"}  # the rest may come too late
+    wanted = {"pause retract", "compared warm", "ended by length"}  # the other operations may come too late
     assert wanted <= driver.seen.keys(), driver.seen
     server.wait_idle()
 
 
 def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
-    """The same tokens, as likely. `got` may be shorter than `reference`.
+    """Assert that both answers have the same tokens with the same log p. `got` may be shorter than `reference`.
 
-    They may part at a near tie: at a place where both tokens are as likely but for the tolerance of each. What follows
-    is then of another text.
+    The answers may diverge at a near tie, where the two tokens are equally likely within the tolerances. The tokens
+    after it are not compared, because they follow different texts.
     """
     count = len(got.tokens)
     assert 0 < count <= len(reference.tokens)
@@ -396,16 +424,18 @@ def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
 
 
 def _against_cold(server: Server, ids: list[int], got: Generated) -> torch.Tensor:
-    """|log p of the answer - log p of the same tokens, teacher-forced, without a prefix hit|."""
+    """Return |log p of the answer - log p of the same tokens, teacher-forced, without a prefix hit|."""
     cold = server.score(ids, got.tokens, extra_key=f"cold {time.monotonic_ns()}")
     assert cold.cached == 0
     return (torch.tensor(got.logprobs) - torch.tensor(cold.logprobs)).abs()
 
 
 def assert_as_cold(server: Server, asked: dict[str, tuple[list[int], Generated]]) -> None:
-    """Each answer of bf16 compute, by its name, is as near to cold as a cold one; a spoilt entry moves log p by 0.07
-    and more. What answers differ by without a prefix hit, one that was decoded and the same tokens computed as a
-    prompt, is the noise to compare with.
+    """Assert that each answer of bf16 compute, by its name, is as near to a cold answer as cold answers are to each
+    other.
+
+    The noise is the difference between a decoded cold answer and the same tokens computed as a prompt. A corrupt KV
+    entry changes log p by 0.07 or more.
     """
     noise = {name: _against_cold(server, ids, server.cold(ids, len(got.tokens))) for name, (ids, got) in asked.items()}
     warm = {name: _against_cold(server, ids, got) for name, (ids, got) in asked.items()}

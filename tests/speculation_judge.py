@@ -1,8 +1,8 @@
-"""What tests of speculation ask of a scheduler, and what they hold its answers and states to: a plugin of pytest, so
-that files share a scheduler and the texts.
+"""Fixtures and comparisons for tests of speculation. It is a plugin of pytest, so that files share a scheduler and
+texts.
 
-Answers are held to transformers' model, token by token and in log p. States are held to those of a request that had
-the same text for its prompt: what a verify step left is what a prefill leaves, but for rounding.
+Answers are compared with transformers' model, token by token and in log p. States are compared with those of a request
+whose prompt is the same text: after a verify step the state must equal that of a prefill, except for rounding.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
+# Tolerance of log p in fp32, as in the server tests.
 TOLERANCE = 1e-4
-"""Of log p, in fp32, as of the server tests."""
+# Tolerance of KV entries and compressor states. Their values are about 1 and at most 20, and two fp32 runs round
+# differently.
 SAME_STATE = 1e-3
-"""Of rows and compressor states, whose values are about 1 and at most 20, and which two fp32 runs round in other
-places."""
 CONTEXT = 400
 FLAGS = {"max_total_tokens": 2048, "context_length": CONTEXT, "max_running_requests": 6}
+# Prompt length: number of generated tokens.
 ASKED = {1: 24, 126: 150, 300: 20}
-"""Tokens of the prompts, and how many are generated."""
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -36,14 +36,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Judge:
-    """The oracle, which remembers the texts that it has found right."""
+    """The oracle with a cache of the texts that it has accepted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.oracle = folder, Oracle(folder)
         self.right: list[tuple[list[int], list[int], Tensor]] = []
 
     def hold(self, asked: Asked, answer: Answer) -> None:
-        """`answer` is greedy, but at near ties, and its log p are right."""
+        """Assert that `answer` is greedy, except at near ties, and that its log p are right."""
         known = next(
             (s for p, t, s in self.right if p == asked.prompt and t[: len(answer.tokens)] == answer.tokens), None
         )
@@ -61,7 +61,7 @@ class Judge:
 
 
 def least_steps(count: int, draft_tokens: int = 4) -> int:
-    """Verify steps behind the prefill, which makes the first of `count` tokens, if every draft is right."""
+    """Return the number of verify steps if every draft is right. The prefill makes the first of `count` tokens."""
     return -(-(count - 1) // draft_tokens)
 
 
@@ -70,12 +70,12 @@ def serve(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
 
 
 def cold(server: InProcess, answers: Sequence[Answer]) -> list[Answer]:
-    """Requests whose prompt is what of each answer's text was in the cache, without a prefix hit."""
+    """Compute the cached part of each answer's text as a prompt, without a prefix hit."""
     return server.serve([Asked(answer.text[: answer.length], 1, space=uuid4().hex) for answer in answers])
 
 
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """The parts of two states that differ, and by how much."""
+    """Return the parts of two states that differ, with their largest difference."""
     assert ours.keys() == theirs.keys()
     found = {name: float((part - theirs[name]).abs().max()) for name, part in ours.items() if part.numel()}
     return {name: difference for name, difference in found.items() if not difference <= SAME_STATE}
@@ -95,14 +95,17 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 @pytest.fixture(scope="session")
 def server(judge: Judge) -> Iterator[Child]:
-    """Four tokens a verify step, overlap scheduling, and a host cache."""
+    """Start a scheduler with four tokens per verify step, overlap scheduling and a host cache."""
     with child(judge.folder, 4, True, **FLAGS, enable_hierarchical_cache=True, hicache_ratio=4.0) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def texts(judge: Judge, server: Child) -> dict[int, Asked]:
-    """A request a prompt, which knows its answer. The model's own drafts made it, right some of the time."""
+    """Return one request per prompt, with its answer in `follows`.
+
+    The model's own drafts made the answers. Some of these drafts were right.
+    """
     asked = [Asked(prompt(length), count + 8) for length, count in ASKED.items()]
     answers = server.do(serve, asked)
     judge.hold_all(asked, answers)

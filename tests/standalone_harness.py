@@ -1,4 +1,7 @@
-"""Requests of a `KVCacheManager` with random layers, and what each of them must read whatever runs beside it."""
+"""Requests of a `KVCacheManager` with random layers.
+
+The outputs of a request must not depend on concurrent requests.
+"""
 
 import dataclasses
 import functools
@@ -80,12 +83,12 @@ def random_inputs(ratio: int, seed: int, device: torch.device | str) -> dict[str
     return Layer.make(ratio, seed, device).inputs
 
 
+# The inputs of a request: pairs of a seed and the position from which on its inputs are used.
 History = tuple[tuple[int, int], ...]
-"""What a request was given: pairs of a seed of its inputs and the position from which on they are its."""
 
 
 def layers_of(history: History, device: torch.device | str = "cpu") -> list[Layer]:
-    """Weights are the same for all requests, inputs are those of its seeds."""
+    """Return the layers with shared weights and the inputs of a request's seeds."""
     made = []
     for i, ratio in enumerate(CONFIG.compress_ratios):
         layer = Layer.make(ratio, i, device)
@@ -98,7 +101,10 @@ def layers_of(history: History, device: torch.device | str = "cpu") -> list[Laye
 
 
 def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], most: int | None = None) -> Tensor:
-    """What a program does with the views. `most`: entries that a token may see; None: it is read from the device."""
+    """Compute the attention of one layer from the views.
+
+    `most` is the maximum number of visible entries per token. If it is None, it is read from the device.
+    """
     swa, classical, indexer = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
     rows = lens = None
     if indexer is not None:
@@ -137,7 +143,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], mo
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """A running request: its slot, its layers, and what every layer gave for every token so far."""
+    """A running request: its slot, its layers, and the output of every layer for every token so far."""
 
     slot: int
     history: History
@@ -155,7 +161,7 @@ class Request:
         return cls(manager.admit_request(), history, layers, [[] for _ in layers])
 
     def branch(self, slot: int, seed: int, length: int) -> "Request":
-        """The request in `slot` that has the first `length` tokens of this one and goes on with other inputs."""
+        """Return the request in `slot` with the first `length` tokens of this one and different inputs after them."""
         history = (*(part for part in self.history if part[1] < length), (seed, length))
         layers = layers_of(history, self.layers[0].sink.device)
         return Request(
@@ -171,7 +177,7 @@ class Request:
 
 
 def run_step(manager: KVCacheManager, chunks: list[tuple[Request, int]], pads: int = 0) -> None:
-    """Append `n` tokens of each request to all layers and attend; `pads` rows behind them belong to nobody."""
+    """Append `n` tokens of each request to all layers and attend. `pads` padding tokens follow them."""
     for request, n in chunks:
         while 128 * len(manager.blocks_of(request.slot)) < request.length + n:
             manager.allocate_block(request.slot)
@@ -199,7 +205,7 @@ def run_step(manager: KVCacheManager, chunks: list[tuple[Request, int]], pads: i
 
 @functools.cache
 def alone(history: History, length: int, **options: str) -> list[Tensor]:
-    """The outputs of a request that runs by itself, in one chunk, in a cache that nobody has used."""
+    """Return the outputs of a request that runs alone, in one chunk, in a new cache."""
     manager = make_manager(**options)
     layers = layers_of(history)
     request = Request(manager.admit_request(), history, layers, [[] for _ in layers])
@@ -208,7 +214,7 @@ def alone(history: History, length: int, **options: str) -> list[Tensor]:
 
 
 def check(request: Request, **options: str) -> None:
-    """The request saw its own tokens: every output is what it is alone in one chunk."""
+    """Assert that every output equals that of the same request alone in one chunk."""
     for i, (got, expected) in enumerate(zip(request.outputs, alone(request.history, request.length, **options))):
         torch.testing.assert_close(
             torch.cat(got).cpu(), expected, atol=2e-5, rtol=1e-5, msg=lambda text, i=i: f"layer {i}: {text}"
@@ -216,7 +222,7 @@ def check(request: Request, **options: str) -> None:
 
 
 def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
-    """Everything that a request has, as bytes, in the order of its tokens."""
+    """Copy all bytes of a request, in the order of its tokens."""
     blocks = manager.blocks_of(slot)
     views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
     return [*(table[slot].clone() for table in manager.state.slot_tables()), *(v[blocks].clone() for v in views)]

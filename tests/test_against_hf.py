@@ -51,7 +51,7 @@ def test_token_by_token_equals_hf(case):
 
 
 def test_hf_cache_agrees_with_one_shot(case):
-    """The oracle itself: HF in chunks equals HF in one call."""
+    """HF in chunks equals HF in one call."""
     _, _, attention, x, expected = case
     cache, out, at = DynamicCache(config=attention.config), [], 0
     for n in (130, 126, 1, 43):
@@ -64,7 +64,7 @@ def test_two_requests_interleaved_and_a_reused_slot(case):
     ratio, hca_state, attention, x, expected = case
     y = torch.randn(140, HIDDEN, generator=torch.Generator().manual_seed(8))
     layer = Layer(attention, ratio, hca_state=hca_state)
-    run(layer, torch.randn(3, HIDDEN), [2, 1])  # a short owner of slot 1 before
+    run(layer, torch.randn(3, HIDDEN), [2, 1])  # a short earlier request in slot 1
     layer.lengths[1] = 0
     got, at = {1: [], 2: []}, {1: 0, 2: 0}
     for a, b in ((100, 60), (30, 1), (1, 1), (1, 70), (128, 8), (40, 0)):

@@ -1,4 +1,4 @@
-"""The alert rules of docker/: promtool accepts them, and each fires on a server with its fault alone."""
+"""The alert rules of docker/: promtool accepts them, and each fires only on a server with its fault."""
 
 from __future__ import annotations
 

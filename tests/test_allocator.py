@@ -1,4 +1,4 @@
-"""`BlockAllocator` against a count of owners."""
+"""`BlockAllocator` against a reference count of owners."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ def test_released_blocks_go_first(device: torch.device) -> None:
 
 
 def test_acquired_ids_outlive_later_releases(device: torch.device) -> None:
-    """The ids are a copy: the stack's memory that they came from is written again."""
+    """The ids are a copy: later releases overwrite the memory of the stack that they came from."""
     allocator = BlockAllocator(4, device)
     a, b = allocator.acquire(2), allocator.acquire(2)
     allocator.release(a)
@@ -141,11 +141,11 @@ def test_negative_total() -> None:
 
 
 def test_a_capture_is_rejected_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ids of a capture would come again with every replay. tests/gpu/test_allocator_cuda.py captures one."""
+    """A graph would return the same ids in every replay. tests/gpu/test_allocator_cuda.py captures one."""
     allocator = BlockAllocator(4, "cpu")
     ids = allocator.acquire(2)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    allocator.acquire(1)  # no graph captures what a CPU does
+    allocator.acquire(1)  # a graph does not capture CPU work
     monkeypatch.setattr(allocator, "device", torch.device("cuda"))
     with pytest.raises(RuntimeError, match=r"acquire: .* captured into a CUDA graph"):
         allocator.acquire(1)
@@ -161,7 +161,10 @@ CALLS = st.lists(
 
 @given(st.integers(0, 20), CALLS)
 def test_any_order_of_calls(total: int, calls: list) -> None:
-    """Blocks have owners or are free, never both, never lost; the count and the errors follow from the owners."""
+    """After any sequence of calls, a block has owners or is free, never both.
+
+    The count and the errors follow from the owners.
+    """
     allocator = BlockAllocator(total, "cpu")
     owners: Counter[int] = Counter()
     for call, n, rng in calls:
@@ -198,7 +201,7 @@ def test_default_device_and_pinned_top() -> None:
 
 @pytest.mark.gpu
 def test_no_wait_for_the_device() -> None:
-    """acquire and num_free never wait for the device."""
+    """Calls of acquire and num_free never wait for the device."""
     allocator = BlockAllocator(64)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

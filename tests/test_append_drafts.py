@@ -1,5 +1,7 @@
-"""`append` with several tokens of a request in a decode step, of which later steps take some back: nothing of a
-rejected token is ever seen, and what a request goes on from has the bytes that it has where nothing was drafted."""
+"""`append` with several tokens per request in a decode step, some of which later steps roll back.
+
+No later step sees a rejected token. The state of a request has the same bytes as without drafts.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.reference import append as reference
 
 FORMATS = [("fp8", "mxfp4", torch.bfloat16), ("bf16", "nvfp4", torch.bfloat16), ("fp32", "fp32", torch.float32)]
-TABLES = {0: [3, 1, 6, 4, 8], 1: [0, 5, 2, 7, 9]}  # of two requests, in slots 0 and 1
+TABLES = {0: [3, 1, 6, 4, 8], 1: [0, 5, 2, 7, 9]}  # block tables of the requests in slots 0 and 1
 SNAPSHOT = 2
 POSITIONS = 5 * 128
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
+# The projections of rejected tokens.
 REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
     "other": lambda x: -x.roll(1, 0),
     "huge": lambda x: x * 1e30,
     "nan": lambda x: torch.full_like(x, float("nan")),
 }
-"""What the projections of tokens that are taken back hold."""
 
 
 @functools.cache
@@ -57,14 +59,14 @@ def make_layer(ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRo
 
 
 def strips(tensor: Tensor, table: KVBuffer) -> Tensor:
-    """[blocks, rows, bytes] of a KV buffer."""
+    """Return a KV buffer as [blocks, rows, bytes]."""
     parts = [part.contiguous().view(torch.uint8) for part in table._replace(data=tensor).strips()]
     return torch.cat(parts, -1)
 
 
 @functools.cache
 def projections(ratio: int, dtype: torch.dtype, device: str) -> dict[str, Tensor | None]:
-    """Of every token of both requests, [2, positions, columns]."""
+    """Return the projections of every token of both requests, [2, positions, columns]."""
     generator = torch.Generator().manual_seed(ratio)
 
     def random(columns: int, dtype: torch.dtype) -> Tensor | None:
@@ -80,14 +82,14 @@ def projections(ratio: int, dtype: torch.dtype, device: str) -> dict[str, Tensor
 
 
 class Requests:
-    """Two requests in one layer: what is appended is a slice of each one's projections; `lengths` is what stays."""
+    """Two requests in one layer. Each appends slices of its projections. `lengths` counts the accepted tokens."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.lengths = layer, [0, 0]
         self.inputs = projections(layer.ratio, layer.dtype, str(torch.get_default_device()))
 
     def take(self, request: int, count: int, kept: int, rejected: str) -> dict[str, Tensor | None]:
-        """Projections of the request's next `count` tokens, of which `kept` will stay."""
+        """Return the projections of the request's next `count` tokens. All after the first `kept` are rejected ones."""
         begin = self.lengths[request]
         taken = {}
         for name, values in self.inputs.items():
@@ -98,7 +100,7 @@ class Requests:
         return taken
 
     def step(self, counts: list[int], kept: list[int], decode: bool, rejected: str = "other") -> None:
-        """Append `counts` tokens of the requests (0: not in the step), of which `kept` stay."""
+        """Append `counts` tokens of the requests (0: not in the step) and accept `kept` of them."""
         who = [r for r in (0, 1) if counts[r]]
         batch = Batch.make([(r, self.lengths[r], counts[r]) for r in who], TABLES)
         parts = [self.take(r, counts[r], kept[r], rejected) for r in who]
@@ -113,19 +115,19 @@ class Requests:
             self.lengths[r] += kept[r]
 
     def tracked(self, request: int, count: int, batch: Batch) -> Tensor:
-        """The chunk's rows of the last whole block of the step's first request go to a snapshot."""
+        """Return SNAPSHOT for tokens of the last whole block of the step's first request, -1 for other tokens."""
         end = (self.lengths[request] + count) // 128 * 128
         mine = (batch.token_request == 0) & (batch.positions >= end - 128) & (batch.positions < end)
         return torch.where(mine, SNAPSHOT, -1).int()
 
-    # What is alive, as bytes.
+    # The live state, as bytes.
 
     def ring(self, slot: int, first: int, stop: int) -> Tensor:
         rows = strips(self.layer.ring, KVBuffer(self.layer.ring, KVFormat(self.layer.rows)))
         return rows[slot, torch.arange(first, stop) % self.layer.sizes.ring]
 
     def compressor_state(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Rows of the compressor states that a request of `length` tokens goes on from."""
+        """Return the compressor state from which a request of `length` tokens continues."""
         layer = self.layer
         if layer.ratio == 128:
             state_copy = 3 * (length % layer.sizes.hca_state_copies)
@@ -143,7 +145,7 @@ class Requests:
         }
 
     def entries(self, request: int) -> list[Tensor]:
-        """Entries and keys of closed windows."""
+        """Return the entries and keys of closed windows."""
         layer = self.layer
         if not layer.ratio:
             return []
@@ -165,12 +167,12 @@ def assert_same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 class Compared:
-    """Requests with drafts beside the same ones without, a token a step in rings of the least size."""
+    """Requests with drafts and the same requests without. The latter decode a token per step in the smallest rings."""
 
     def __init__(self, ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRows) -> None:
         self.drafting = Requests(make_layer(ratio, formats, sizes))
         self.plain = Requests(make_layer(ratio, formats, state_rows(0)))
-        self.rows: list[Tensor] = [self.drafting.ring(0, 0, 0)] * 2  # of each request, every window row there was
+        self.rows: list[Tensor] = [self.drafting.ring(0, 0, 0)] * 2  # all window entries of each request so far
 
     def chunks(self, counts: list[int]) -> None:
         for requests in (self.drafting, self.plain):
@@ -186,7 +188,7 @@ class Compared:
                     got, want = (x.ring(SNAPSHOT, first, end) for x in (self.drafting, self.plain))
                     assert_same(got, want, f"the checkpoint's window rows {first} to {end}")
                     if first == end - 128:
-                        # Nothing else is alive in a snapshot: see what a request goes on from at a multiple of 128.
+                        # A snapshot holds the live state at a multiple of 128 and nothing else.
                         self.check_compressor_state(SNAPSHOT, end)
 
     def verify(self, counts: list[int], kept: list[int], rejected: str) -> None:
@@ -197,7 +199,7 @@ class Compared:
             self.plain.step(one, one, decode=True)
             for r in (0, 1):
                 self.keep_rows(r, one[r], one[r])
-        # The attention kernels of the step itself.
+        # The window that the attention kernels of the step read.
         for r in (0, 1):
             if counts[r]:
                 first = max(0, before[r] - 127)
@@ -206,7 +208,10 @@ class Compared:
         self.check()
 
     def keep_rows(self, request: int, last: int, count: int) -> None:
-        """The plain ring has the last ones; those that it never held stand as zeros that nobody can ask for."""
+        """Keep the last entries from the plain ring.
+
+        Zeros replace the entries that it never held and that no step reads.
+        """
         length = self.plain.lengths[request]
         hidden = self.rows[request].new_zeros(count - last, self.rows[request].shape[1])
         self.rows[request] = torch.cat([self.rows[request], hidden, self.plain.ring(request, length - last, length)])
@@ -228,12 +233,12 @@ class Compared:
             assert_same(got[name], want[name], f"{name} of slot {slot} at {length}")
 
 
+# Lengths before the first verify step: around multiples of 4 and 128, and before a window is full.
 LENGTHS = st.one_of(st.integers(0, 12), st.integers(120, 136), st.integers(250, 262))
-"""Before the first verify step: around multiples of 4 and of 128, and before a window is full."""
 
 
 def on_device(test: Callable[..., None]) -> Callable[..., None]:
-    """All tensors of a test on its `device`, whose implementation of the op it runs."""
+    """Create all tensors of a test on its `device`, which selects the implementation of the op."""
 
     @functools.wraps(test)
     def run(device: str, *args: object, **kwargs: object) -> None:
@@ -273,8 +278,7 @@ def test_requests_go_on_from_any_token_of_a_verify_step(device: str, data: st.Da
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @on_device
 def test_every_format_and_every_phase(device: str, ratio: int, formats: tuple[str, str, torch.dtype]) -> None:
-    """Verify step after verify step over the end of a block, with every number of tokens that stay; then chunks that
-    leave snapshots."""
+    """Verify steps cross the end of a block with every number of accepted tokens. Then chunks take snapshots."""
     both = Compared(ratio, formats, state_rows(5))
     both.chunks([117, 125])
     for turn in range(10):
@@ -292,8 +296,10 @@ def test_every_format_and_every_phase(device: str, ratio: int, formats: tuple[st
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @on_device
 def test_every_number_of_tokens(device: str, ratio: int, d: int) -> None:
-    """Steps over the end of a block, of which the least, the most and some tokens stay; the formats take turns. The
-    examples above meet at most half of the combinations."""
+    """Steps cross the end of a block and accept the least, the most and some tokens, with alternating formats.
+
+    The examples above cover at most half of the combinations.
+    """
     both = Compared(ratio, FORMATS[d % 3], state_rows(d))
     both.chunks([125, 127])
     for kept, rejected in zip(([1, d], [d, 1], [(d + 1) // 2, d]), REJECTED, strict=True):
@@ -301,16 +307,16 @@ def test_every_number_of_tokens(device: str, ratio: int, d: int) -> None:
     assert min(both.plain.lengths) >= 128
 
 
-# The least sizes, and one below each.
+# The smallest sizes, and one less for each.
 
 
 def least_rows(d: int) -> StateRows:
-    """As `state_rows` derives them, before they are rounded up."""
+    """Return the sizes that `state_rows` derives before it rounds them up."""
     return StateRows(127 + d, CsaCompressorState(d + 3, d + 7), d + 1)
 
 
 def survives(ratio: int, sizes: StateRows, d: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether slots of `sizes` are enough for steps of d tokens, begun at every phase of a CSA window."""
+    """Return True if slots of `sizes` are large enough for steps of d tokens from every phase of a CSA window."""
     monkeypatch.setattr(reference, "CSA_COMPRESSOR_STATES", (state_rows(0).csa, sizes.csa))
     monkeypatch.setattr(reference, "_check_rows", lambda *args: None)
     try:

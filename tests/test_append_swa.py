@@ -1,4 +1,4 @@
-"""`append_swa`: final rows into the window rings, as the first design has it; and the moving ops."""
+"""`append_swa`, which writes KV entries into the window rings, and the ops that copy blocks and state."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ SLOTS = 4
 
 
 def make_ring() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A ring table and its split views, as `StateCachePool` shows them."""
+    """Return a ring buffer and its split views, as `StateCachePool` exposes them."""
     table = torch.zeros(SLOTS, 128 * 584, dtype=torch.uint8).as_strided((SLOTS, 128, 584), (128 * 584, 584, 1))
     data, scales = KVBuffer(table, KVFormat.FP8).strips()
     return table, {
@@ -117,7 +117,7 @@ def test_update_rows_rejects_bad_slices_and_writes_nothing(slices, first, messag
 
 @given(st.lists(st.tuples(st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 4)), max_size=6))
 def test_update_rows_rejects_the_first_bad_slice(slices):
-    """Against every pair of slices, as the kernel looks at them."""
+    """The result equals a comparison of every pair of slices, which is the kernel's method."""
     pool, rejected = torch.zeros(8, 1), torch.tensor([7], dtype=torch.int32)
     fits = [min(d, s, n) >= 0 and d + n <= 8 and s + n <= 5 for d, s, n in slices]
 
@@ -137,7 +137,7 @@ def test_update_rows_rejects_the_first_bad_slice(slices):
 
 def test_update_rows_says_that_nothing_was_rejected():
     pool, rejected = torch.zeros(20, 3), torch.tensor([7], dtype=torch.int32)
-    # Slices that touch, an empty one between them, and one that does not count.
+    # Adjacent slices with an empty one between them, and one after the count.
     slices = torch.tensor([[5, 0, 5, 99], [0, 5, 3, 99], [5, 5, 0, 99]])
     count = torch.tensor([3], dtype=torch.int32)
     torch.ops.dsv4_sglang.update_rows(pool, torch.ones(10, 3), slices, count, rejected)
@@ -160,7 +160,7 @@ def test_copy_state_rejects_a_slot_that_a_tensor_has_not_and_writes_nothing():
 
 
 def test_copy_state_rejects_a_destination_of_two_pairs() -> None:
-    """Pairs that skip have no destination."""
+    """A pair that is skipped (-1) has no destination."""
     tensors, rejected = [torch.randn(2, 5, 3)], torch.tensor([7], dtype=torch.int32)
     before = tensors[0].clone()
     src, dst = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)

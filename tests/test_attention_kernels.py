@@ -1,5 +1,7 @@
-"""Which attention kernel takes a step, by what the attention kernels themselves say. GPUs are stand-ins: nothing runs
-on them."""
+"""The choice of the attention kernel for a step from the kernels' own declarations.
+
+The GPUs are stand-ins, on which no kernel runs.
+"""
 
 from collections.abc import Callable
 
@@ -22,13 +24,13 @@ Gpu = Callable[..., torch.device]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
-    """Makes a GPU of some architecture, with FlashMLA installed or not."""
+    """Return a function that makes a GPU of a given architecture, with or without FlashMLA."""
 
     def make(capability: tuple[int, int], installed: bool = True) -> torch.device:
         flashmla.has_kernel.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(flashmla, "installed", lambda: installed)
-        monkeypatch.setattr(flashmla, "scheduler_config", lambda device, heads: None)  # runs FlashMLA
+        monkeypatch.setattr(flashmla, "scheduler_config", lambda device, heads: None)  # would run FlashMLA
         return torch.device("cuda", 0)
 
     yield make
@@ -36,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def chosen(device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> tuple[str, str]:
-    """The attention kernels of a prefill step and of a decode step after it."""
+    """Return the attention kernels of a prefill step and of a following decode step."""
     kernels = make_kernels(device, 8, heads, dtype, kv_format)
     step, lengths, _ = prefill_case(ratio=4, kv_format=kv_format, heads=heads)
     return tuple(type(begin_step(kernels, step, of)).__name__ for of in (lengths, None))

@@ -1,5 +1,7 @@
-"""The Triton attention kernels without a GPU: compilation for each architecture. interpreted_kernels.py has their
-results."""
+"""The Triton attention kernels compile for each architecture without a GPU.
+
+interpreted_kernels.py tests their results.
+"""
 
 import os
 
@@ -7,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-# What a block may have of shared memory on sm_80, sm_90, sm_100, and on sm_86 and sm_89.
+# The shared memory per thread block on sm_80, sm_90 and sm_100, and on sm_86 and sm_89.
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 POINTERS = {
@@ -19,7 +21,7 @@ POINTERS = {
 
 
 def compile_for(kernel, architecture: int, constants: dict, warps: int, **types: str):
-    """Compile a kernel to machine code; strides and pointers are multiples of 16, as they are in serving."""
+    """Compile a kernel to machine code. Strides and pointers are multiples of 16, as in serving."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""The host side of benchmarks/: bytes and formulas against known figures, reports, servers' logs."""
+"""Tests of benchmarks/ without servers: bytes and formulas against known figures, reports, and logs of servers."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def result(out: Path, name: str) -> dict:
     return json.loads((out / f"{name}.json").read_text())
 
 
-# Bytes and sizes, against figures measured or logged on an H200
+# Bytes and sizes against figures measured or logged on an H200
 
 
 def test_prefill_bytes_are_those_of_the_measured_rate() -> None:
-    """8192 tokens in 4.87 ms were 622 GB/s."""
+    """The measurement was 8192 tokens in 4.87 ms at 622 GB/s."""
     moved = traffic.prefill_bytes(FLASH, [8192], traffic.IN_TREE)
     assert moved / 4.87e-3 / 1e9 == pytest.approx(622, rel=0.01)
 
@@ -92,7 +92,7 @@ def test_decode_bytes_follow_the_windows_that_close() -> None:
 def test_capacity_of_sglang_is_what_its_servers_allocated(
     release: str, requests: int, drafts: int, gib: float, decimals: int, tokens: int
 ) -> None:
-    """Half a unit of the last decimal of the memory in the log is the tolerance."""
+    """The tolerance is half a unit of the last decimal of the memory in the log."""
     if release != compat.sglang_version():
         pytest.skip(f"SGLang {release} was measured")
     found = capacity.in_tree(FLASHSHAPE.read_text(), gib, requests, drafts)
@@ -100,7 +100,7 @@ def test_capacity_of_sglang_is_what_its_servers_allocated(
 
 
 def test_capacity_of_sglang_with_flags() -> None:
-    """`--swa-prefix-tails` changes nothing: SGLang sets the ratio for this model."""
+    """`--swa-prefix-tails` has no effect, because SGLang sets the ratio for this model."""
     sizes = partial(capacity.in_tree, FLASHSHAPE.read_text(), 78.82, 256, 0)
     rows = {name: sizes(**flags) for name, flags in capacity.in_tree_settings().items()}
     default = rows["in-tree, default"]
@@ -113,7 +113,7 @@ def test_capacity_of_sglang_with_flags() -> None:
 
 
 def test_attention_products_give_the_measured_rate() -> None:
-    """Flash, top 512, 256 requests: 102.6 us were 209 TFLOP/s."""
+    """The measurement was 102.6 us at 209 TFLOP/s (Flash, top 512, 256 requests)."""
     case = attend.Case("flash", 64, 512, "csa", 256, 131072)
     assert case.products() / 102.6e-6 / 1e12 == pytest.approx(209, rel=0.01)
     chunk = attend.Case("flash", 64, 512, "hca", 1, 8192, chunk=8192)
@@ -168,7 +168,7 @@ def test_random_tables_hold_finite_values() -> None:
 
 
 def run_lengths(ids: torch.Tensor) -> list[int]:
-    """Lengths of the runs that follow each other on both sides."""
+    """Return the lengths of the runs that are contiguous on both sides."""
     breaks = (ids.diff(dim=1) != 1).any(0).nonzero().flatten() + 1
     return torch.tensor([0, *breaks.tolist(), ids.shape[1]]).diff().tolist()
 
@@ -185,7 +185,7 @@ def test_ids_form_runs_of_exactly_their_length(run: int) -> None:
 
 
 def test_places_of_host_memory_and_why_one_is_missing(tmp_path: Path) -> None:
-    for node, cpus in ((0, "0-1"), (1, "2,3"), (2, "")):  # the last has memory only
+    for node, cpus in ((0, "0-1"), (1, "2,3"), (2, "")):  # the last node has memory only
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cpus + "\n")
     nodes = move.numa_nodes(tmp_path)
@@ -217,7 +217,7 @@ def test_pieces_of_sglangs_pools_are_those_of_our_blocks() -> None:
 
 
 def moves_measured(places: tuple[str, ...], subjects: tuple[str, ...]) -> list[dict]:
-    """Rows of a made-up result: the copy at 50 GB/s, then 40, 30, ... GB/s for the subjects."""
+    """Return the rows of an artificial result: the copy at 50 GB/s, the subjects at 40, 30, ... GB/s."""
     rows_made = []
     for place in places:
         for direction in move.DIRECTIONS:
@@ -298,7 +298,7 @@ def test_rows_before_a_failure_are_kept_and_parts_are_chosen(tmp_path: Path) -> 
 
 
 def test_a_killed_run_has_its_rows_and_is_done_again(tmp_path: Path) -> None:
-    """The file as a part left it that was killed behind its first row."""
+    """A result file of a run that was killed after its first row keeps the row. `--resume` repeats the part."""
     given = arguments(tmp_path)
 
     def slow() -> Iterator[dict[str, float]]:
@@ -313,11 +313,11 @@ def test_a_killed_run_has_its_rows_and_is_done_again(tmp_path: Path) -> None:
     assert [row["us"] for row in again.rows] == [3.0]
 
 
-# Dry runs of everything that needs no server
+# Dry runs of all programs that need no server
 
 
 def test_no_folder_is_left_behind(tmp_path: Path) -> None:
-    """Of programs that make a snapshot for their servers, run without their parts."""
+    """Programs that make a model for their servers remove its folder. They run without their parts here."""
     folders, out = tmp_path / "tmp", tmp_path / "out"
     folders.mkdir()
     program = "import os, tempfile; from benchmarks import fuzz, oracle_distance, retract, serve; "
@@ -473,7 +473,7 @@ def test_decode_lines_of_the_log() -> None:
     assert servers.decode_rate(DECODE_LOG, 16) == servers.DecodeRate(2805, 2800, 2810, 2, pytest.approx(of_steps))
     turns = DECODE_LOG.replace("cuda graph", "accept len: 2.50, accept rate: 0.50, cuda graph")
     assert servers.decode_rate(turns, 16).step_ms == pytest.approx(2.5 * of_steps)
-    assert servers.decode_rate(DECODE_LOG, 7) is None  # one line counts the time since the burst before
+    assert servers.decode_rate(DECODE_LOG, 7) is None  # a single line counts the time since the previous burst
     assert servers.decode_rate("", 7) is None
     of_tensor_parallelism = DECODE_LOG.replace("] Decode", " TP0] Decode").replace("Decode batch,", "Decode batch [7],")
     assert servers.decode_rate(of_tensor_parallelism, 16) == servers.decode_rate(DECODE_LOG, 16)
@@ -484,7 +484,7 @@ def test_decode_lines_of_the_log() -> None:
 
 
 def decode_line(rank: int, requests: int, rate: float) -> str:
-    """As SGLang's logger writes it with `--tp-size 2 --dp-size 2 --enable-dp-attention`."""
+    """Return a log line of SGLang with `--tp-size 2 --dp-size 2 --enable-dp-attention`."""
     return (
         f"[2026-11-22 10:00:00 DP{rank} TP{rank}] Decode batch, #running-req: {requests}, #token: 9, "
         f"token usage: 0.00, cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: 0\n"
@@ -500,11 +500,12 @@ def test_decode_lines_of_ranks_are_added() -> None:
     assert servers.decode_rate(burst, 16) == servers.DecodeRate(
         320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
     )
-    assert servers.decode_rate(burst, 8) is None  # a rank's line is no burst of 8
+    assert servers.decode_rate(burst, 8) is None  # the line of one rank is not a burst of 8
     assert servers.decode_rate(burst + decode_line(0, 3, 50.0), 16) == servers.DecodeRate(
         320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
     )
-    assert servers.decode_rate(decode_line(0, 8, 3.0) + decode_line(0, 8, 4.0), 16) is None  # the other says nothing
+    # the other rank has no line
+    assert servers.decode_rate(decode_line(0, 8, 3.0) + decode_line(0, 8, 4.0), 16) is None
     one = decode_line(1, 1, 3.0) + decode_line(1, 1, 131.0) + decode_line(0, 0, 0.0)
     assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1, pytest.approx(1e3 / 131))
     assert servers.running_now(burst) == 16
@@ -542,9 +543,9 @@ def test_flags_of_the_served_configurations() -> None:
     assert (real.memory, real.start_timeout, real.measure) == (0.8, 420, "decode,ttft")
     flags = serve_plan.flags(real, real.memory)
     assert value(flags, "--tp-size") == "4" and value(flags, "--dp-size") == "2" and "--enable-dp-attention" in flags
-    assert value(flags, "--max-running-requests") == "256"  # of all ranks: SGLang divides it
+    assert value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
     graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
-    assert (graphs[0], graphs[-1]) == ("1", "128")  # of one rank
+    assert (graphs[0], graphs[-1]) == ("1", "128")  # for one rank
     assert serve_plan.plan(serve_arguments("--model", "v4flash", "--decode", "64,256")).decode == {64: 160, 256: 160}
     config = json.loads((serve_plan.MODELS["v4flash"].folder / "config.json").read_text())
     assert (config["n_routed_experts"], config["quantization_config"]["quant_method"]) == (128, "fp8")
@@ -576,7 +577,10 @@ def disaggregation_arguments(out: Path) -> argparse.Namespace:
 
 
 def test_the_servers_of_a_pair(tmp_path: Path) -> None:
-    """They meet at one port, and have a GPU each; the others have both GPUs."""
+    """The servers of a pair use the same bootstrap port and one GPU each.
+
+    The single server with two ranks uses both GPUs.
+    """
 
     def value(server: servers.Server, flag: str) -> str:
         return server.argv[server.argv.index(flag) + 1]
@@ -593,7 +597,7 @@ def test_the_servers_of_a_pair(tmp_path: Path) -> None:
 
 
 def test_times_between_tokens() -> None:
-    """Of the tokens that came in the time, by stream; two of one delivery came at once."""
+    """The gaps are those of tokens within the interval, per stream. Tokens of one delivery have a gap of 0."""
     streams = [[(0.0, 1), (1.0, 2), (1.5, 4), (9.0, 5)], [(0.5, 1), (0.75, 2), (0.75, 2)]]
     assert sorted(disaggregation.gaps(streams, 0.9, 5.0)) == [0.0, 0.5, 1.0]
     assert disaggregation.gaps(streams, 0.0, 0.8) == [0.25]
@@ -677,7 +681,7 @@ def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:
     taken, not_taken = rows
     assert taken == {"room taken": True, "since": 12.9, "until": 13.0, "tokens": 3}
     assert not_taken == {"room taken": False, "since": 13.2, "until": 13.5, "tokens": 6}
-    # Of another request, whose tokens came between and around.
+    # Another request, whose tokens arrive between and around the given times.
     assert retract.longest_pause([10.0, 12.92, 12.93, 12.99, 13.02, 14.0], 12.9, 13.0) == pytest.approx(60)
     assert retract.longest_pause([12.0, 12.9, 12.93, 13.0, 13.4], 12.9, 13.0) == pytest.approx(70)
     assert retract.longest_pause([12.0, 14.0], 12.9, 13.0) == pytest.approx(100)
@@ -747,7 +751,7 @@ def test_a_servers_plugin_folder_is_private_and_goes_with_it(tmp_path: Path, mon
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path, only_ports: int) -> None:
-    """And leaves its ports to the next."""
+    """The error contains the end of the log, and the port is free for the next server."""
     broken = [sys.executable, "-c", "print('ValueError: no such flag'); raise SystemExit(3)"]
     server = servers.Server("broken", broken, {}, tmp_path / "broken.log")
     for _ in range(2):
@@ -767,9 +771,11 @@ def event(category: str, name: str, begin: float, us: float, **args: object) -> 
 
 
 def decode_trace(steps: int = 4, product_us: float = 40.0, launches: bool = True) -> list[dict]:
-    """As torch's profiler writes it: steps of 200 us (the third of 300), each one graph of three kernels, one of them
-    on another stream beside the first, then a sampling kernel behind the graph that begins before its end. A small
-    graph runs before the first.
+    """Return a trace as torch's profiler writes it.
+
+    Each step takes 200 us (the third 300 us) and is one graph of three kernels, one of them on a second stream parallel
+    to the first. A sampling kernel follows the graph and begins before the graph ends. A small graph runs before the
+    first step.
     """
     graph = {"graph id": 9}
     events = [event("cuda_runtime", "cudaGraphLaunch", 1, 2, correlation=5)] if launches else []
@@ -825,7 +831,7 @@ def test_a_prefill_is_all_kernels_before_the_first_decode_step(tmp_path: Path) -
     trace = written(tmp_path / "a.json", [*launch, *kernels, step])
     summary = profile_steps.summarise(trace, whole=True)
     assert (summary.steps, summary.wall_us, summary.idle_us) == (1, 65, 15)
-    assert summary.kernels == {"k": [2, 50]}  # the second was launched before and runs after it
+    assert summary.kernels == {"k": [2, 50]}  # the second was launched before the interval and runs beyond it
 
 
 PROFILED = """
@@ -932,7 +938,7 @@ def test_one_seed_gives_one_list_of_operations() -> None:
 
 
 def test_prompts_and_answers_fit_the_context() -> None:
-    """Also where a request goes on from the longest answer of the burst before."""
+    """This includes a request that continues the longest answer of the previous burst."""
     driver = lifecycle.Driver("http://127.0.0.1:9", seed=3, shape=lifecycle.Shape(context=700, burst=40))
     for burst in itertools.islice(lifecycle.bursts(3, driver.shape), 8):
         prompts = driver.prompts(burst)

@@ -1,4 +1,4 @@
-"""The extension compiles for every architecture that is promised, is cached, and says what is missing."""
+"""The extension compiles for every supported architecture, is cached, and reports missing tools."""
 
 import contextlib
 import ctypes
@@ -40,7 +40,10 @@ def test_is_compiled_once(library, monkeypatch):
 
 @pytest.mark.slow
 def test_takes_only_the_stable_abi_from_torch(library):
-    """All that it wants of torch is C functions of the stable ABI, and this torch has all but the CUDA stream."""
+    """All torch symbols of the library are C functions of the stable ABI.
+
+    This torch has all of them except the CUDA stream.
+    """
     listing = subprocess.run(
         ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
     ).stdout
@@ -88,12 +91,12 @@ def test_missing_library_is_named(monkeypatch):
         extension.load.__wrapped__()
 
 
-# Whose files are loaded
+# Ownership and permissions of loaded files
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that holds a library for the present sources, on a machine without a compiler."""
+    """A cache folder with a library for the present sources, on a machine without a compiler."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     (folder / f"dsv4_sglang-{extension.source_hash()}-0-sm90a.so").touch(mode=0o644)
@@ -112,7 +115,7 @@ def library_of(cache: Path) -> Path:
 
 
 def give_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root can; for others, whoever runs this process is another."""
+    """Make `path` belong to another user: with chown as root, otherwise by patching os.geteuid."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1)
     else:
@@ -162,7 +165,7 @@ def test_a_named_library_that_everybody_can_write_is_not_loaded(cache: Path, mon
 
 @pytest.fixture
 def quick_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that writes an empty library which all may write."""
+    """Replace the compiler by a function that writes an empty library with write permission for all users."""
 
     def compile_(nvcc: Path, archs: object, output: Path) -> None:
         assert output.parent.stat().st_mode & 0o077 == 0, "others can put files beside an unfinished library"

@@ -1,4 +1,7 @@
-"""The commands, against a stand-in for `sglang.launch_server`; the real one is in tests/server/test_commands.py."""
+"""The commands with a stand-in for `sglang.launch_server`.
+
+tests/server/test_commands.py runs them with the real one.
+"""
 
 import json
 import os
@@ -106,7 +109,10 @@ server.serve_forever()
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts a `sglang.launch_server` first on the path that speaks just enough HTTP."""
+    """Put a stand-in for `sglang.launch_server` first on the path.
+
+    It implements the part of HTTP that the commands use.
+    """
     package = tmp_path / "stand_in" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -116,7 +122,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(stand_in: None):
-    """Starts `dsv4-sglang ...` in a process group of its own, which is gone after the test."""
+    """Return a function that starts `dsv4-sglang ...` in a new process group, which is killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def run(*arguments: str) -> subprocess.Popen[str]:
@@ -158,7 +164,7 @@ def test_print_only_prints() -> None:
 
 @pytest.fixture
 def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment of commands in which torch and SGLang cannot be imported."""
+    """Give the commands an environment in which torch and SGLang cannot be imported."""
     for name in ("torch", "sglang"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is imported')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -226,7 +232,7 @@ def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
 
 
 def turns(output: str) -> list[list[int]]:
-    """[prompt tokens, those from the cache] of each turn that was shown."""
+    """Return [prompt tokens, cached prompt tokens] of each conversation turn in the output."""
     found = re.findall(r"turn \d: (\d+) prompt tokens, (\d+) of them from the cache", output)
     return [list(map(int, turn)) for turn in found]
 
@@ -243,7 +249,7 @@ def test_serve_can_ask_and_stays_up(start) -> None:
     )
     assert len(pools) == 2
     assert int(pools[0]) < int(pools[1])
-    assert "noise" not in output  # MODEL is no tiny model's folder
+    assert "noise" not in output  # MODEL is not the folder of a tiny model
     requests = [line for line in output.splitlines() if line.startswith("REQUEST")]
     assert requests and all('" 200' in line for line in requests), "rejected while it started"
     assert process.poll() is None
@@ -313,7 +319,7 @@ def test_address(flags: list[str], url: str) -> None:
 
 
 def _hosts() -> list[str]:
-    """Those of loopback and "every address" that this machine has; a kernel may be without IPv6."""
+    """Return this machine's loopback hosts and wildcard addresses. A kernel may lack IPv6."""
     hosts = ["127.0.0.1", "0.0.0.0"]
     try:
         demo.free_port("::1")
@@ -347,7 +353,7 @@ def test_ports_that_are_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> None:
-    """So that the test above shows something."""
+    """Without the key or the right certificate a client fails, so the test above is meaningful."""
     port = ("--port", str(demo.free_port()))
     with running(launch_command.server_command("m", [*port, *KEYS, *TLS], cpu=True)) as process:
         wait_ready(client.Server([*port, *KEYS, *TLS]), lambda: process.poll() is None, LONG)
@@ -359,7 +365,7 @@ def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> No
 
 
 def test_errors_inside_an_answer(stand_in: None) -> None:
-    """SGLang has said 200 when a stream goes wrong."""
+    """A stream may fail after SGLang has sent status 200."""
     flags = ("--port", str(demo.free_port()), "--break-off")
     with (
         running(launch_command.server_command("m", flags, cpu=True)) as process,
@@ -406,13 +412,13 @@ def test_tiny_models_are_known(tmp_path: Path) -> None:
 def test_self_test(
     ratio: int, formats: selftest.Formats, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right on the ops as they are, and wrong if the formulas are given other rows."""
+    """The error is small with the real ops and large with wrong inputs of the formulas."""
     exact = doctor.EXACT_GPU if device.type == "cuda" else doctor.EXACT_CPU
     tolerance = exact if formats is selftest.EXACT else doctor.SERVED
     assert selftest.layer_error(ratio, device, formats) < tolerance / 2
 
     def spoilt(x: selftest.FormulaInputs, *rest: Any) -> torch.Tensor:
-        """Token 60 in place of token 61, or the two roles of a CSA token swapped, or k in place of z."""
+        """Use token 60 instead of token 61, or swap the two roles of a CSA token, or swap k and z."""
         if x.kv_score is None:
             x = selftest.FormulaInputs(**{**vars(x), "kv": x.kv[[*range(61), 60, *range(62, len(x.kv))]]})
         else:
@@ -465,7 +471,7 @@ for check in (doctor.hooks, doctor.flags, doctor.server_classes):
 
 @pytest.mark.slow
 def test_doctor_passes_here_and_sees_what_is_missing() -> None:
-    """In one process, since SGLang takes its time to import."""
+    """Both runs share one process, because SGLang takes long to import."""
     done = run([sys.executable, "-c", DOCTOR_AND_BREAK_THINGS])
     whole, code, broken = done.stdout.partition("exit code 0\n")
     assert code, done.stdout + done.stderr

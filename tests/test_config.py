@@ -14,7 +14,7 @@ CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 
 
 def flash_json() -> dict[str, Any]:
-    """The fields of V4-Flash's config.json that count here."""
+    """Return the fields of V4-Flash's config.json that the config reads."""
     return {
         "model_type": "deepseek_v4",
         "num_hidden_layers": 43,
@@ -176,7 +176,7 @@ def test_layer_spec_by_keyword() -> None:
 
 
 def test_rope_frequencies() -> None:
-    """The values of SPEC 1.3, at which a wrong base, factor or ramp shows."""
+    """The values of SPEC 1.3 differ from those of a wrong base, factor or ramp."""
     config = DSV4Config.flash()
     plain = rope_frequencies(config, 0)
     assert torch.allclose(plain.double(), 10000.0 ** (-torch.arange(32).double() / 32), rtol=1e-6, atol=0)

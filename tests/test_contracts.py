@@ -1,4 +1,4 @@
-"""What this package relies on in SGLang, and that private names of SGLang are used in one module only."""
+"""The names of SGLang on which this package relies exist, and only one module uses SGLang's private names."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ SUBCLASSES = (
     deepseek_v41.V41Attention,
     deepseek_v41.V41DecoderLayer,
 )
+# Modules that cannot be imported here. All can be imported if NIXL's wheel is installed.
 WITHOUT_NIXL = () if importlib.util.find_spec("nixl") else ("dsv4_sglang.srt.host_cache.nixl",)
-"""Modules that cannot be imported; with NIXL's wheel all are."""
 if not WITHOUT_NIXL:
     from dsv4_sglang.srt.host_cache.nixl import NixlStorage
 
@@ -85,7 +85,7 @@ if not WITHOUT_NIXL:
 
 
 def private_uses(tree: ast.AST) -> Iterator[str]:
-    """Private names that a module reads: attributes, what it imports, and the parts of dotted strings."""
+    """Yield the private names that a module reads: attributes, imports and the parts of dotted strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -97,7 +97,7 @@ def private_uses(tree: ast.AST) -> Iterator[str]:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """Names that a module defines."""
+    """Yield the names that a module defines."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -108,7 +108,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def foreign_private_names(sources: dict[str, str]) -> set[tuple[str, str]]:
-    """(module, name) of private names that a module uses and none of the modules defines."""
+    """Return (module, name) of private names that a module uses and none of the modules defines."""
     trees = {module: ast.parse(source) for module, source in sources.items()}
     own = {name for tree in trees.values() for name in own_names(tree)}
     return {

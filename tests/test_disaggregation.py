@@ -1,5 +1,7 @@
-"""What travels between a prefill and a decode server, and what a retraction keeps, byte by byte and without a server:
-a transfer is played by copying what the pools declare, in the way of SGLang's Mooncake backend."""
+"""The data that a prefill server transfers to a decode server, and that a retraction saves, compared byte by byte.
+
+No server runs. A transfer copies the buffers that the pools declare, as SGLang's Mooncake backend does.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ from dsv4_sglang.srt.memory.served_layout import served_layout
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
+# dtype of --kv-cache-dtype, options, draft tokens.
 FORMATS: dict[str, tuple[torch.dtype, Options, int]] = {
     "fp8": (FP8, Options(), 0),
     "bf16": (torch.bfloat16, Options(indexer_format="nvfp4"), 0),
@@ -43,11 +46,13 @@ FORMATS: dict[str, tuple[torch.dtype, Options, int]] = {
     "raw": (FP8, Options(hca_state="raw"), 0),
     "drafts": (FP8, Options(), 4),
 }
-"""dtype of --kv-cache-dtype, options, draft tokens."""
 
 
 def make_layout(name: str) -> CacheLayout:
-    """Two SWA layers, two of CSA, one of HCA, and with drafts the draft model's."""
+    """Return a layout of two SWA layers, two CSA layers and one HCA layer.
+
+    With drafts it includes the draft model's layer.
+    """
     dtype, options, drafts = FORMATS[name]
     layers = 1 if drafts else 0
     whole = served_layout(DSV4Config.flash(), dtype, options, "cpu", draft_tokens=drafts, draft_layers=layers)
@@ -66,7 +71,7 @@ def make_pool(layout: CacheLayout, blocks: int, slots: int, snapshots: int = 2) 
 
 
 def memory(pool: CacheKVPool) -> list[Tensor]:
-    """Every allocation as bytes, padding and snapshots included."""
+    """Return all allocations as bytes, including padding and snapshots."""
     tables = [table for paged in pool.full_kv_pool.pools if paged for table in (paged.entries, paged.index_keys)]
     owners = [*(table for table in tables if table is not None), *pool.mamba_pool.storage.tensors]
     return [torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage()) for owner in owners]
@@ -96,7 +101,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def described(pool: CacheKVPool) -> KVArgs:
-    """As SGLang's queues fill it in."""
+    """Return the buffers of a pool as SGLang's queues declare them."""
     args = KVArgs()
     args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = pool.get_contiguous_buf_infos()
     args.kv_layer_ids = pool.get_kv_layer_ids()
@@ -107,7 +112,7 @@ def described(pool: CacheKVPool) -> KVArgs:
 def transfer(
     source: KVArgs, target: KVArgs, blocks: Sequence[int], to: Sequence[int], slot: int, to_slot: int, leave: str = ""
 ) -> None:
-    """Copy blocks and a slot; `leave`: kind of buffer, blocks or slot, of which the last does not travel."""
+    """Copy blocks and a slot. `leave` is a kind of buffer, blocks or slot, whose last buffer is not copied."""
     assert source.state_types == target.state_types == [StateType.MAMBA]
     kinds: list[tuple[str, Any, Any, Any, Any, Any, Sequence[tuple[int, int]]]] = [
         (
@@ -144,7 +149,7 @@ def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("name", FORMATS)
 def test_blocks_and_slot_travel(name: str) -> None:
-    """Into pools of other sizes, and nothing else there changes."""
+    """The target pools have other sizes, and all other blocks and slots keep their bytes."""
     layout = make_layout(name)
     prefill, decode = make_pool(layout, 9, 3), make_pool(layout, 6, 7, snapshots=0)
     scribble(prefill, 1)
@@ -170,7 +175,7 @@ def test_a_buffer_that_stays_behind_shows(kind: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_buffers_are_what_the_layout_says(name: str) -> None:
-    """Bytes of a block and of a slot, each buffer within one allocation, none over another."""
+    """The bytes of a block and of a slot equal the layout's. Each buffer is in one allocation, and no two overlap."""
     layout = make_layout(name)
     pool = make_pool(layout, 5, 3)
     args = described(pool)
@@ -179,7 +184,7 @@ def test_buffers_are_what_the_layout_says(name: str) -> None:
     assert len(args.kv_layer_ids) == len(args.kv_data_ptrs) == len(args.kv_item_lens)
     assert len(args.state_layer_ids[0]) == len(args.state_data_ptrs[0])
     assert [size * 5 for size in args.kv_item_lens] == args.kv_data_lens
-    # Slots of requests, the dummy, and one of staging.
+    # Slots of requests, the dummy slot, and one staging slot.
     assert [size * 5 for size in args.state_item_lens[0]] == args.state_data_lens[0]
     ranges = sorted(
         (at, at + size)
@@ -195,7 +200,7 @@ def test_buffers_are_what_the_layout_says(name: str) -> None:
 
 
 def test_sglang_takes_a_layers_buffers_one_by_one() -> None:
-    """Not in pairs of key and value, and whole in each process."""
+    """The buffers are not pairs of keys and values, and each process has whole buffers."""
     args = described(pool := make_pool(make_layout("fp8"), 3, 2))
     for ours in (pool, pool.full_kv_pool):
         assert disaggregation.is_mla(lambda _: False, ours)
@@ -206,7 +211,7 @@ def test_sglang_takes_a_layers_buffers_one_by_one() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
 def test_a_retracted_request_comes_back(name: str, tokens: int) -> None:
-    """To other blocks and another slot, as it was; meanwhile others have written over its own."""
+    """A request is restored to other blocks and another slot after its own were overwritten, with the same bytes."""
     pool = make_pool(make_layout(name), 9, 3)
     scribble(pool, 1)
     count = -(-tokens // BLOCK)
@@ -227,7 +232,7 @@ def test_a_retracted_request_comes_back(name: str, tokens: int) -> None:
 
 
 class Manager(SimpleNamespace):
-    """What the hook sees of SGLang's manager on a decode server."""
+    """The part of SGLang's manager on a decode server that the hook reads."""
 
     def __init__(self, address: str) -> None:
         self.failures: dict[int, str] = {}
@@ -244,13 +249,13 @@ class Manager(SimpleNamespace):
 
 @pytest.fixture
 def unreachable() -> list[bool]:
-    """Whether the next requests reach no prefill server."""
+    """One flag per request to the prefill server: True if it fails. Later requests succeed."""
     return []
 
 
 @pytest.fixture
 def prefill_server(unreachable: list[bool]) -> Iterator[tuple[str, zmq.Socket[bytes]]]:
-    """The address at which a prefill server says where its processes listen, and what they hear."""
+    """Yield the bootstrap address of a prefill server, and the socket that receives messages to its processes."""
     with zmq.Context() as context, context.socket(zmq.PULL) as heard:
         heard.setsockopt(zmq.RCVTIMEO, 60_000)
         port = heard.bind_to_random_port("tcp://127.0.0.1")
@@ -275,7 +280,7 @@ def prefill_server(unreachable: list[bool]) -> Iterator[tuple[str, zmq.Socket[by
 def test_a_prefill_server_is_told_for_as_long_as_a_request_may_wait_there(
     prefill_server: tuple[str, zmq.Socket[bytes]], unreachable: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request may arrive there after its end here, and the server may be out of reach for a moment."""
+    """A request may arrive at the prefill server after its end here, and that server may be unreachable for a while."""
     waits: list[float] = []
     monkeypatch.setattr(disaggregation, "time", SimpleNamespace(sleep=waits.append))
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "90")
@@ -289,7 +294,7 @@ def test_a_prefill_server_is_told_for_as_long_as_a_request_may_wait_there(
 def test_requests_of_another_cache_fail(
     prefill_server: tuple[str, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both servers: the decode server tells the prefill server, more than once."""
+    """A request fails on both servers. The decode server notifies the prefill server more than once."""
     monkeypatch.setattr(disaggregation, "FIRST_NOTIFICATIONS", (0, 0.01))
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "0")
 
@@ -334,7 +339,7 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         name(hca_state="raw"),
         name(sm100=True),
     ]
-    # What each server may choose for itself.
+    # Options that may differ between the servers.
     assert name(snapshot_interval=128, max_snapshots=9) == name()
     monkeypatch.setattr(disaggregation, "__version__", "9.9")
     others.append(name())
@@ -344,7 +349,7 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scheduler(SimpleNamespace):
-    """A decode server's at the moment at which blocks may have run out."""
+    """A decode server's scheduler at the point where blocks may have run out."""
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         self.done.append(("result", result))

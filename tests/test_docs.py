@@ -1,4 +1,7 @@
-"""References in pages and comments exist (sections of the cache mathematics, links, files); imports point one way."""
+"""References in pages and comments exist (sections of the cache mathematics, links, files).
+
+Imports follow the package order.
+"""
 
 import json
 import re
@@ -22,25 +25,25 @@ FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/
 # Pages of docs/design name modules relative to the package.
 MODULE = re.compile(r"`((?:model|formats|ops|cache|attention|standalone|testing|srt|planner|cli)/[\w./]*)`")
 IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
-# 7 to 40 hexadecimal digits, a decimal one and a letter among them.
+# 7 to 40 hexadecimal digits with at least one decimal digit and one letter.
 COMMIT = re.compile(r"(?<![\w.])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
 
 
 def citations(text: str) -> list[str]:
-    """Return the numbers of cited sections; a comment may break its line inside a citation."""
+    """Return the numbers of cited sections. A citation in a comment may contain a line break."""
     joined = re.sub(r"\n[ \t]*(?:///?|#|\*)?[ \t]*", " ", text)
     return [number for match in CITATION.finditer(joined) for number in re.findall(NUMBER, match[1])]
 
 
 def page_name(page: Path) -> str:
-    """The id of a page's tests; pages of different folders may share a file name."""
+    """Return the test id of a page. Pages of different folders may share a file name."""
     return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings as GitHub names them."""
+    """Return the anchors of a page's headings as GitHub names them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -96,7 +99,7 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def words(page: Path) -> int:
-    """Return the number of words of a page. The marks of a table are none."""
+    """Return the number of words of a page, without the markup of tables."""
     return sum(bool(re.search(r"\w", part)) for part in page.read_text().split())
 
 
@@ -124,7 +127,7 @@ def test_pages_name_no_commits(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_cells_of_tables_are_short(page: Path) -> None:
-    """A cell is at most one line, without the target of a link."""
+    """A cell is at most one line, not counting the targets of links."""
     rows = re.findall(r"^\|(.*)\|$", page.read_text(), re.MULTILINE)
     cells = [re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in row.split(" | ")]
     assert not [cell for cell in cells if len(cell) > 120]
@@ -135,8 +138,7 @@ def test_the_site_has_every_page() -> None:
     assert sorted(navigation) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
-# The figures that decide, as the files of the benchmarks have them: page, row, file, what is picked of its rows, field,
-# format.
+# The main figures as in the benchmark files: page, row, file, filter on the file's rows, field, format.
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
 TP2, DP2, ROUNDS = "serve_v4flash_tp2", "serve_v4flash_dp2", "serve_eagle3_v4flash_tp2"
@@ -189,7 +191,7 @@ def test_figures_are_those_of_the_results(
 
 
 def test_nothing_reaches_the_cache_without_a_server() -> None:
-    """No other package names `standalone`, in an import or in a string, so no server loads it."""
+    """No other package names `standalone` in an import or a string, so no server loads it."""
     package = ROOT / "dsv4_sglang"
     sources = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "standalone"]
     named = re.compile(r"^\s*(from|import) dsv4_sglang\b.*\bstandalone\b|[\"']dsv4_sglang\.standalone", re.MULTILINE)
@@ -197,7 +199,7 @@ def test_nothing_reaches_the_cache_without_a_server() -> None:
 
 
 def test_tests_that_are_left_out_exist() -> None:
-    """A name that is misspelt would leave out nothing."""
+    """A misspelt name would deselect nothing."""
     for name in FULL:
         file, _, test = name.partition("::")
         path = ROOT / "tests" / file
@@ -205,7 +207,7 @@ def test_tests_that_are_left_out_exist() -> None:
 
 
 def test_packages_import_in_the_order_of_the_architecture_page() -> None:
-    """A package imports from those listed above it; docs/design/architecture.md lists them all."""
+    """A package imports only from packages above it in docs/design/architecture.md, which lists them all."""
     page = (ROOT / "docs" / "design" / "architecture.md").read_text()
     order = re.findall(r"^\| `dsv4_sglang/(\w+)`", page, re.MULTILINE)
     folders = {folder.name for folder in (ROOT / "dsv4_sglang").iterdir() if list(folder.glob("*.py"))}

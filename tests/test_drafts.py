@@ -1,4 +1,4 @@
-"""Drafts of the tiny checkpoint: NextN's are right some of the time, and SGLang takes them."""
+"""Drafts of the tiny model: NextN's drafts are right some of the time, and SGLang accepts them."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_drafts_are_right_some_of_the_time(folder: Path) -> None:
 
 
 def test_a_block_goes_on_from_its_cache(folder: Path) -> None:
-    """Position by position behind a part of it, beyond the window: the same as all positions at once."""
+    """Single positions after a cached prefix, beyond the window, have the same logits as all positions at once."""
     block, generator = NextN(folder), torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 384, (140,), generator=generator).tolist()
     streams = torch.randn(140, 4, 256, generator=generator)

@@ -1,4 +1,4 @@
-"""The scripts in examples/ that need no server run as they stand."""
+"""The scripts in examples/ that need no server run unchanged."""
 
 import runpy
 import sys
@@ -17,7 +17,7 @@ def test_two_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a prefix of 256 tokens: blocks [0, 1] and [0, 1]" in lines
     assert "restored: 262 tokens in blocks [4, 5, 6]" in lines
     assert "layer 1 CSA, request in slot 2, 402 tokens: window of 128 entries, 100 entries" in lines[-5]
-    # The first entry is that of the shared prefix, wherever it lies.
+    # The first entry belongs to the shared prefix and is the same in any block.
     firsts = {line.split("|entry 0| = ")[1] for line in lines if "|entry 0|" in line}
     assert len(firsts) == 1
     assert lines[-1] == "released: 24 blocks and 3 slots free"

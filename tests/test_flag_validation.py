@@ -1,4 +1,4 @@
-"""What becomes of each of SGLang's flags, on its real ServerArgs as given, before anything of them is resolved."""
+"""The validation of each of SGLang's flags on its real ServerArgs, before SGLang resolves any of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from dsv4_sglang.srt.integration.server_context import ServerContext
 from dsv4_sglang.testing import tiny
 
 DEFAULTS = compat.flag_defaults()
+# The denied fields that this release of SGLang has.
 REJECTED = {field: group for group in DENIED for field in group.fields.split() if field in DEFAULTS}
-"""Of the fields that this release has."""
+# Rejected values and accepted values of each limited flag.
 LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "tp_size": ([0, -1], [1, 2]),
     "dp_size": ([0, -2], [1]),
@@ -59,16 +60,15 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
-"""Values of each limited flag that are rejected, and such that are not."""
 
 
 def arguments(**given: Any) -> ServerArgs:
-    """SGLang resolves nothing for a model path of "dummy"."""
+    """Return ServerArgs. SGLang resolves nothing for the model path "dummy"."""
     return ServerArgs(**{"model_path": "dummy", "device": "cuda", **given})
 
 
 def config(**values: Any) -> SimpleNamespace:
-    """As far as rejections look at the model's."""
+    """Return the part of the model's config that the validation reads."""
     facts = {
         "model_type": "deepseek_v4",
         "o_groups": 8,
@@ -88,7 +88,7 @@ def graphs(**backends: str) -> CudaGraphConfig:
 
 
 def rejections(hf_config: SimpleNamespace | None = None, options: Options | None = None, **given: Any) -> list[str]:
-    """The lines of the rejection of a launch with these flags, none if it is served."""
+    """Return the lines of the validation error for a launch with these flags, or [] if the flags are valid."""
     try:
         reject_given(arguments(**given), hf_config or config(), options or Options())
     except LaunchError as error:
@@ -97,7 +97,7 @@ def rejections(hf_config: SimpleNamespace | None = None, options: Options | None
 
 
 def another(default: Any) -> Any:
-    """A value of a flag that is not its default."""
+    """Return a value of a flag that is not its default."""
     if default is None or isinstance(default, str):
         return "other"
     if isinstance(default, list):
@@ -117,7 +117,7 @@ def test_limits_have_cases() -> None:
 
 
 def test_flags_that_are_read_are_in_the_contract() -> None:
-    """By the names that SGLang's ServerArgs have in this package."""
+    """The flags are found by the names of ServerArgs variables in this package."""
     names = re.compile(r"\b(?:server_args|compat\.flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
     sources = [path.read_text() for path in Path(sglang_contract.__file__).parents[1].rglob("*.py")]
     read = {name for source in sources for name in names.findall(source)} & DEFAULTS.keys()
@@ -278,7 +278,7 @@ def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--dp-size` with `--enable-dp-attention`; heads are divided among the processes of a rank only."""
+    """`--dp-size` needs `--enable-dp-attention`. Heads are divided among the processes of a rank only."""
 
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
 
@@ -374,11 +374,11 @@ def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_resolved_flags() -> None:
-    """What SGLang may fill in by itself and nothing here reads is rejected as given only."""
+    """A flag that SGLang may set and that this package does not read is rejected only as given by the user."""
     reject_resolved(arguments(triton_attention_num_kv_splits=16, quantization="modelopt_fp4", pp_size=1))
     with pytest.raises(ValueError, match="--pp-size 2 is not supported"):
         reject_resolved(arguments(pp_size=2))
-    # SGLang has divided chunks by the attention ranks, and turned an environment variable into a flag.
+    # SGLang has divided the chunks by the attention ranks, and set a flag from an environment variable.
     reject_resolved(arguments(tp_size=2, dp_size=2, enable_dp_attention=True, chunked_prefill_size=128))
     with pytest.raises(ValueError, match="--moe-a2a-backend megamoe is not supported"):
         reject_resolved(arguments(moe_a2a_backend="megamoe"))
@@ -400,7 +400,7 @@ def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None
 
 
 def test_no_flag_of_sglang_is_taken_for_an_abbreviation(parser: ArgumentParser) -> None:
-    """Of a flag that is read without SGLang's parser."""
+    """This package reads some flags without SGLang's parser."""
     options = [option for action in parser._actions for option in action.option_strings]
     read = [launch_command.OPT_IN_FLAG, launch_command.CONFIG_FLAG, *launch_command.CPU_FLAGS]
     read += ["--host", "--port", "--api-key", "--ssl-certfile", "--ssl-ca-certs"]

@@ -1,4 +1,4 @@
-"""The host cache on SGLang's own tree and controller, with streams that run late and in random order."""
+"""The host cache on SGLang's tree and controller, with streams that run late and in random order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On one thread: copies are small, and threads that wait for each other take most of the time."""
+    """Use one thread: copies are small, and synchronization of threads would take most of the time."""
     without_a_server(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def in_sglangs_order(monkeypatch: pytest.MonkeyPatch, server: HostCacheServer, method: str) -> None:
-    """Its copies to the host ("start_writing") or from it ("start_loading") do not wait for the steps."""
+    """Remove the wait for the steps from the copies to the host ("start_writing") or from it ("start_loading")."""
     original, nothing = getattr(TransferController, method), Stream(server.streams)
 
     def without_the_wait(self: TransferController) -> object:
@@ -61,8 +61,11 @@ def in_sglangs_order(monkeypatch: pytest.MonkeyPatch, server: HostCacheServer, m
 
 
 def with_bad_transfers(monkeypatch: pytest.MonkeyPatch, server: HostCacheServer) -> Callable[[], None]:
-    """One copy of six does not begin, each way, and streams of copies stall, or the thread that reads from a storage;
-    call what is returned before a turn."""
+    """Make one of six copies fail to begin, in both directions, and let streams stall.
+
+    The stalled stream is one of copies or the thread that reads from a storage. Call the returned function before each
+    iteration.
+    """
     rng, server.copies_fail = random.Random(0), True
     for method in ("write", "load"):
         original = getattr(TransferController, method)
@@ -82,8 +85,7 @@ def with_bad_transfers(monkeypatch: pytest.MonkeyPatch, server: HostCacheServer)
 
 
 def with_storage(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int) -> dict[str, Any]:
-    """Options of a server with a storage of its own, from which one page of eight cannot be read with every other
-    seed."""
+    """Return the options of a server with a new storage. With every other seed one of eight pages cannot be read."""
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
     rng, get = random.Random(seed), FileStorage.get
 
@@ -100,7 +102,10 @@ def with_storage(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int) -> di
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad_transfers", [False, True])
 def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
-    """Also where transfers fail and take long: requests compute instead, or wait, and nobody holds what they held."""
+    """Steps read the right bytes, also when transfers fail or stall.
+
+    A request whose load fails computes its prompt or waits. Nothing holds memory afterwards.
+    """
     server = HostCacheServer(monkeypatch, seed=1, policy=policy)
     stall = with_bad_transfers(monkeypatch, server) if bad_transfers else lambda: None
     for turn in range(200):
@@ -123,9 +128,12 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
 def test_a_hundred_thousand_operations_with_late_copies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str
 ) -> None:
-    """Of OPERATIONS, in 42,000 turns of a scheduler, a third of them with each policy, TIMES as many. Small hosts and
-    large ones; in a third of the seeds transfers fail and stall, a fifth have a storage. Nothing is read before it is
-    there, leaked, or owned twice, and no lock is left."""
+    """Random operations of OPERATIONS read the right bytes.
+
+    They run in 42,000 scheduler iterations times TIMES, a third of them with each policy. The hosts are small and
+    large. In a third of the seeds transfers fail and stall, and a fifth have a storage. No step reads data before it
+    arrives, no block is leaked or has two owners, and no lock remains.
+    """
     done: Counter[str] = Counter()
     from_storage = 0
     for seed in range(40 * TIMES):
@@ -157,7 +165,7 @@ def test_a_hundred_thousand_operations_with_late_copies(
 
 @pytest.mark.parametrize("pool", [HostBlocks, HostSnapshots])
 def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPatch, pool: type[HostRows]) -> None:
-    """Of the scheduler, like a step that cannot be: it is not taken for one that was made."""
+    """The error reaches the scheduler, as an error of a step does. The copy does not count as made."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     server.serve(prompt(0))
     server._make_room(20)
@@ -189,7 +197,10 @@ def test_copies_in_sglangs_order_bring_wrong_bytes(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("what", ["the snapshot", "a layer"])
 def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Within few seeds, too. The layer is one that comes neither with the snapshot nor with the layer before."""
+    """A step reads wrong bytes within a few seeds.
+
+    The layer is one that is loaded neither with the snapshot nor with the previous layer.
+    """
     waits = CacheKVPool.wait_for_layer
 
     def waits_for_others(pool: CacheKVPool, layer: int) -> None:
@@ -211,7 +222,7 @@ def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyP
 
 
 def test_a_load_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch sees each layer arrive once the load begins on its stream, and what it says of a load that stops."""
+    """The watch sees each layer arrive once the load begins on its stream, and reports a load that stops."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     watch, sent = server.controller.watch, []
     scheduler: Any = SimpleNamespace(
@@ -244,7 +255,7 @@ def test_a_load_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the launch is the copy. The events come from an earlier load, all of whose layers have arrived."""
+    """On a CPU the launch is the copy. The events are those of an earlier load, all of whose layers have arrived."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     watch, launch, missing = server.controller.watch, HostBlocks.load, []
 
@@ -264,7 +275,7 @@ def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("decodes", [False, True])
 def test_a_layer_of_v41_waits_for_its_load(decodes: bool) -> None:
-    """Before it writes, in a prefill step; a decode step runs behind the prefill step that waited."""
+    """In a prefill step the layer waits before it writes. A decode step runs after the prefill step that waited."""
     done: list[tuple[str, int]] = []
 
     class Step:
@@ -286,13 +297,13 @@ def test_a_layer_of_v41_waits_for_its_load(decodes: bool) -> None:
 
 
 def prompt(line: int, blocks: int = 6) -> list[int]:
-    """Blocks of one line, and a few tokens behind them."""
+    """Return the tokens of conversation `line`: its blocks and a few tokens after them."""
     return [100 * line + at // BLOCK + 1 for at in range(blocks * BLOCK + 20)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lines_beyond_the_device_come_back(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """Ten lines of six blocks in a device of 20: every later visit finds all of it."""
+    """Ten conversations of six blocks are served on a device of 20 blocks. Every later visit finds all six blocks."""
     server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=20)
     for visit in range(3):
         for line in range(10):
@@ -304,7 +315,7 @@ def test_lines_beyond_the_device_come_back(monkeypatch: pytest.MonkeyPatch, poli
 
 
 def test_all_snapshots_of_a_prompt_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are attached behind the insertion, too: a branch resumes from the host in the middle."""
+    """Snapshots attached after the insertion are saved, too: a branch resumes from the host in the middle."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     server.serve(prompt(0, blocks=10))  # the interval is four blocks
     server._make_room(20)
@@ -313,7 +324,7 @@ def test_all_snapshots_of_a_prompt_are_saved(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_end_of_a_line_gets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three snapshots the host has room for one, and keeps the one that the next turn comes for."""
+    """The host has room for one of three snapshots. It keeps the one that the next conversation turn resumes from."""
     server, tokens = HostCacheServer(monkeypatch, seed=0, blocks=20, host_snapshots=1), prompt(0, blocks=10)
     server.serve(tokens)
     server._make_room(20)
@@ -327,8 +338,10 @@ def test_the_end_of_a_line_gets_the_last_row(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """It is full of copies of what came first when the device gives up what came last: of nine lines the device holds
-    six, and the host two others."""
+    """The host is full of copies of the first conversations when the device evicts the later ones.
+
+    Of nine conversations the device holds six, and the host holds two others.
+    """
     server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=14, host_snapshots=5)
     for line in range(9):
         assert server.serve(prompt(line)) == 0
@@ -342,8 +355,11 @@ def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """With a quarter of the device at hand nobody waits for a copy, though the host has been full of copies of what the
-    device keeps; and nothing is copied twice because its first copy made room for another."""
+    """No allocation waits for a copy if a quarter of the device is kept free or evictable without a copy.
+
+    This holds although the host is full of copies of blocks that the device keeps. No node is copied twice because its
+    first copy was evicted for another.
+    """
     monkeypatch.setattr(host_cache, "MARGIN", 4)
     server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=24, host_snapshots=9)
     saves, saves_now = server.cache._save, server.cache.save_now
@@ -378,7 +394,11 @@ def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.M
 
 
 def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device keeps them for the end of the line; with it the others need rows only."""
+    """A superseded snapshot evicts no blocks of others from a full host.
+
+    Once the end of its conversation is on the host, it needs only a row.
+
+    """
     server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=12)
     for line in range(4):
         server.serve(prompt(line))
@@ -389,7 +409,7 @@ def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyP
     in_middle, end = of_line[4 * BLOCK], of_line[10 * BLOCK]
     slots.registry.tick()
     for slot in (in_middle, end):
-        slots.registry.use(slot)  # likelier to be used again than the others
+        slots.registry.use(slot)  # more likely to be reused than the others
     server.cache.save_now(slots.nodes[in_middle])
     assert not slots.registry.copied[in_middle]
     for slot in (end, in_middle):
@@ -400,7 +420,7 @@ def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_in_the_middle_of_a_path_goes_without_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three rows that one line has, those of the next line get the ones that save least."""
+    """The next conversation takes the rows that save the least computation. Their blocks stay on the host."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_snapshots=3)
     for line, blocks in ((0, 10), (1, 6)):
         server.serve(prompt(line, blocks))
@@ -415,7 +435,7 @@ def test_blocks_behind_no_snapshot_go_when_they_are_not_read_any_more(monkeypatc
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     cache = server.cache
     server.serve(prompt(0, blocks=3))
-    server.serve(prompt(0, blocks=2)[: 2 * BLOCK] + prompt(7, blocks=1))  # a branch behind two blocks
+    server.serve(prompt(0, blocks=2)[: 2 * BLOCK] + prompt(7, blocks=1))  # a branch after two blocks
     server._make_room(20)
     (parted,) = cache.root_node.children.values()
     assert len(parted.children) == 2
@@ -429,7 +449,7 @@ def test_blocks_behind_no_snapshot_go_when_they_are_not_read_any_more(monkeypatc
 
 
 def places(server: HostCacheServer) -> dict[str, set[int]]:
-    """The lines of `prompt` whose ends are on the device and on the host."""
+    """Return the conversations of `prompt` whose ends are on the device and on the host."""
     held: dict[str, set[int]] = {"device": set(), "host": set()}
     for place, node in server.component.slots.nodes.items():
         registry = server.component.slots.registry
@@ -443,8 +463,11 @@ def places(server: HostCacheServer) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize("fewer", [0, 9])
 def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytest.MonkeyPatch, fewer: int) -> None:
-    """24 lines of six blocks, 3 of which fit the device and 10 the host, behind a loop over fewer that fit; by age
-    alone none would be found."""
+    """A loop over 24 conversations of six blocks keeps at least six hits.
+
+    The device holds 3 of them and the host 10. A loop over fewer conversations, all of which fit, comes first. An LRU
+    policy would have no hits.
+    """
     server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=60)
     for line in [*range(fewer)] * 3:
         server.serve(prompt(line))
@@ -454,7 +477,7 @@ def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytes
 
 
 def test_a_retracted_request_is_on_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is evicted then: it resumes from its last snapshot."""
+    """The request resumes from its last snapshot after everything is evicted from the device."""
     server = HostCacheServer(monkeypatch, seed=0)
     step = server.start(prompt(0, blocks=7))
     server.retract(step["request"])
@@ -470,7 +493,7 @@ def test_a_retracted_request_is_on_the_host_at_once(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """SGLang matches it up to the end of its prompt only, where its snapshot may have been wanted by nobody yet."""
+    """SGLang matches the request only up to the end of its prompt, whose snapshot may not be marked for saving yet."""
     server = HostCacheServer(monkeypatch, seed=0, policy=policy)
     request = server.start(prompt(0, blocks=7))["request"]
     while request.computed <= 9 * BLOCK:
@@ -492,7 +515,7 @@ def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("full", ["blocks", "slots"])
 @pytest.mark.parametrize("room, kept", [(20, 0), (12, 8)])
 def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, full: str, room: int, kept: int) -> None:
-    """The request resumes from the deepest state that the device has, or from none. Snapshots at 4, 8, 10 blocks."""
+    """The request resumes from the longest prefix on the device, or from none. Snapshots are at 4, 8 and 10 blocks."""
     server, tokens = HostCacheServer(monkeypatch, seed=0, blocks=20), prompt(0, blocks=10)
     server.serve(tokens)
     server._make_room(room)
@@ -515,7 +538,7 @@ def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, ful
 
 
 def being_saved(monkeypatch: pytest.MonkeyPatch) -> HostCacheServer:
-    """A device of 20 blocks, of which 16 are being saved."""
+    """Return a server with a device of 20 blocks, 16 of which are being saved."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     server.finish(server.start(prompt(0, blocks=16))["request"])
     server.cache.check_hicache_events()
@@ -525,7 +548,7 @@ def being_saved(monkeypatch: pytest.MonkeyPatch) -> HostCacheServer:
 
 
 def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang would retract a request instead."""
+    """An allocation waits for pending writes. Without the wait SGLang would retract a request."""
     server = being_saved(monkeypatch)
     assert server._make_room(10)
     server.check()
@@ -536,8 +559,11 @@ def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("waited_for", [False, True])
 def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.MonkeyPatch, waited_for: bool) -> None:
-    """SGLang's own PrefillAdder rejects it, since what is being saved is locked; the batch is full until a running
-    request ends, or that is saved."""
+    """A request is reconsidered once a write has ended.
+
+    SGLang's PrefillAdder rejects the request, because the blocks being saved are locked. Then the batch stays full
+    until a running request ends or the write ends.
+    """
     server = being_saved(monkeypatch)
     of_settings = ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled", "_use_exact_chunk_fill")
     for name in (*of_settings, "mamba_prefill_chunk_grid"):
@@ -549,7 +575,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     rejected = schedule_policy.AddReqResult.NO_TOKEN
 
     def look(scheduler: Any, batch: ScheduleBatch) -> object:
-        """As Scheduler.get_new_batch_prefill."""
+        """Check the events and the queue as Scheduler.get_new_batch_prefill does."""
         scheduler.tree_cache.check_hicache_events()
         if batch.batch_is_full:
             return None
@@ -562,7 +588,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     batch = ScheduleBatch(reqs=[])
     assert [snapshot_schedule.recheck_queue(look, scheduler, batch) for _ in range(2)] == [rejected, None]
     results = []
-    for _ in range(3):  # snapshots whose blocks were under way are saved behind them
+    for _ in range(3):  # snapshots are saved after their blocks
         (server.cache.finish_saves if waited_for else server.streams.run_all)()
         results.append(snapshot_schedule.recheck_queue(look, scheduler, batch))
     assert schedule_policy.AddReqResult.CONTINUE in results
@@ -570,11 +596,11 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
 
 
 def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is loaded all the same, and whoever comes next may read it."""
+    """The load completes, and the next request can read it."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     server.serve(prompt(0))
     server._make_room(20)
-    server.arrive(prompt(0))  # and goes
+    server.arrive(prompt(0))  # aborted before it is admitted
     assert server.controller.load_queue
     server.cache.check_hicache_events()
     assert not server.controller.load_queue
@@ -585,7 +611,7 @@ def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_snapshot_that_comes_to_a_node_in_use_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer releases of SGLang count who uses a node also while there is no checkpoint on it, on the device."""
+    """Newer releases of SGLang count the users of a node also while it has no snapshot on the device."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     component, registry = server.component, server.component.slots.registry
     server.serve(prompt(0))
@@ -627,7 +653,8 @@ def test_sizes() -> None:
     assert (with_given.blocks, with_given.snapshots) == (250, 25)
     by_size = host_demand(**device, ratio=2.0, size_gb=1)
     assert (by_size.blocks, by_size.snapshots) == (1060, 144)
-    # Of a device that has so many for its running requests alone, a ninth is snapshots.
+    # Without `max_snapshots` the device's number counts running requests only. Snapshots then take about a ninth of the
+    # bytes of the blocks.
     by_share = host_demand(**device | {"max_snapshots": None}, ratio=2.5, size_gb=0)
     assert (by_share.blocks, by_share.snapshots) == (450, 5)
     flash = {"device_blocks": 7800, "device_snapshots": 90, "block_bytes": 452_512, "snapshot_bytes": 3_644_416}
@@ -643,7 +670,7 @@ def test_sizes() -> None:
 
 
 def test_a_snapshot_keeps_its_history_when_it_moves() -> None:
-    """A line of three and a branch, of which the one in the middle goes to the host and comes back to another slot."""
+    """A path of three snapshots has a branch. The middle snapshot moves to the host and then to another slot."""
     registry = SnapshotRegistry(4, host_rows=3)
     registry.add(1, 100, 0)
     registry.add(2, 300, 1)
@@ -665,7 +692,7 @@ def test_a_snapshot_keeps_its_history_when_it_moves() -> None:
 
 
 def registry_of(lengths: dict[int, int]) -> SnapshotRegistry:
-    """Lines of one snapshot each in slots, a request apart, all wanted."""
+    """Return a registry with one snapshot per conversation, one request apart, all marked as pending writes."""
     registry = SnapshotRegistry(8, host_rows=8)
     for slot, length in lengths.items():
         registry.tick()
@@ -676,8 +703,11 @@ def registry_of(lengths: dict[int, int]) -> SnapshotRegistry:
 
 
 def test_copies_of_what_the_device_keeps_go_first() -> None:
-    """Those that it keeps longest before others, then what only the host has and what the device gives up next, worth
-    least first: by the row a long line is worth more than a short one."""
+    """The host first evicts copies of snapshots that the device keeps, those kept longest first.
+
+    Next are the snapshots that only the host has or that the device evicts next, lowest value first. Per row, a long
+    prefix has a higher value than a short one.
+    """
     registry = registry_of({1: 4000, 2: 2000, 3: 1000, 4: 500, 5: 3000, 6: 1500})
     assert registry.to_copy() == [1, 5, 2, 6, 3, 4], "those worth most first"
     row = registry.host_id
@@ -687,17 +717,20 @@ def test_copies_of_what_the_device_keeps_go_first() -> None:
     assert registry.to_copy() == []
     assert registry.note_eviction_candidates(0, 2) == [4, 3] and registry.lowest_value(needed=True, saves=0) == 4
     assert registry.on_host(registry.host_value(registry.eviction_score())) == [1, 2, 4, 3, row(1), row(0)]
-    # Where blocks are wanted, by the likelihood of use alone: what came first stays.
+    # To free blocks only the likelihood of reuse counts, so the first ones stay.
     assert registry.on_host(registry.host_value(registry.reuse_interval())) == [1, 2, row(1), row(0), 4, 3]
 
 
 def test_what_leaves_the_device_next() -> None:
-    """Ends of paths in the order of their leaves, then what lies before them; not what is locked."""
+    """The next evictions are the ends of paths in the order of their leaves, then the snapshots before them.
+
+    Locked snapshots are not among them.
+    """
     registry = registry_of({1: 1000, 2: 1000, 3: 1000})
     registry.add(4, 1500, 3)
     for _ in range(3):
         registry.tick()
-    registry.use(4)  # after three requests; the others have waited longer
+    registry.use(4)  # reused after three requests; the others have waited longer
     assert registry.superseded(3) and not registry.superseded(4)
     assert registry.note_eviction_candidates(0, 0) == [] and not registry.evicted_next.any()
     assert registry.note_eviction_candidates(1, 0) == registry.note_eviction_candidates(1000, 0) == [1]
@@ -715,5 +748,5 @@ def test_what_leaves_the_device_next() -> None:
     )
     assert registry.note_eviction_candidates(1, 0) == [2]
     registry.copied[2] = True
-    registry.lock(2)  # by its copy
+    registry.lock(2)  # locked by its copy
     assert registry.note_eviction_candidates(1, 0) == [2] and registry.evicted_next[2]

@@ -1,4 +1,4 @@
-"""Folders of stored pages: whose they may be, what lies in them, what is removed first, and the tool for them."""
+"""Folders of stored pages: permissions, file states, the order of removal, and the command for them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from dsv4_sglang.srt.host_cache.folder import (
 from dsv4_sglang.srt.host_cache.storage import DEFAULT_FOLDER, FileStorage
 
 VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+# Bytes.
 PAGE = 1000
-"""Bytes."""
 
 
 def name_of(model: str) -> str:
@@ -70,7 +70,7 @@ def stored(storage: FileStorage, at: int) -> bool:
 
 
 def put(folder: Path, name: str, age: float, size: int = PAGE) -> Path:
-    """A file that others have left, so many seconds ago."""
+    """Create a file of another process with the given age in seconds."""
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / name).write_bytes(bytes(size))
     now = (folder / name).stat().st_mtime
@@ -79,7 +79,7 @@ def put(folder: Path, name: str, age: float, size: int = PAGE) -> Path:
 
 
 def orphans(folder: Path, age: float = 2 * STALE_SECONDS) -> dict[str, Path]:
-    """One of each kind that no server reads again, by state."""
+    """Create one file of each kind that no server will read again. Return them by state."""
     former = f"{key(1)}_/models/a_b-dsv4v{PAGE_VERSION - 1}-fp8-mxfp4-{'1' * 16}.bin".replace("/", "-")
     return {
         FORMER_FORMAT: put(folder, former, age),
@@ -97,7 +97,7 @@ def states(folder: Path) -> dict[str, str]:
     return {file.path.name: file.state for file in stored_files(folder)}
 
 
-# What lies in a folder
+# States of files
 
 
 def test_states_of_files(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_states_of_files(tmp_path: Path) -> None:
 
 
 def test_pages_of_a_killed_server_are_not_in_use(tmp_path: Path) -> None:
-    """Another process holds the lock as long as it lives."""
+    """Another process holds the lock while it lives."""
     code = "from test_host_folder import *; s = open_storage(Path(sys.argv[1])); print(store(s, 1)); sys.stdin.read()"
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "pages")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
@@ -205,17 +205,19 @@ def test_the_tool_clears_what_nobody_uses(tmp_path: Path) -> None:
     assert [path.stem for path in folder.glob("*.lock")] == [name_of("m")]
 
 
-# Bounds
+# Size bounds
 
 
 def test_the_bound_is_the_folders(tmp_path: Path) -> None:
-    """Of pages of two servers and what others have left: orphans go first, then what nobody uses, then the rest, what
-    was used longest ago first."""
+    """The size bound applies to the whole folder, with the pages of two servers and files of other processes.
+
+    Orphans are removed first, then pages of no running server, then the remaining pages in LRU order.
+    """
     folder = tmp_path / "pages"
     left = orphans(folder)
     unused = put(folder, f"{key(5)}_{name_of('n')}.bin", -500)
     for path, age in ((left[FORMER_FORMAT], -1000), (left[FORMER_WEIGHTS], -2000)):
-        put(folder, path.name, age)  # later than any page that is used
+        put(folder, path.name, age)  # newer than any used page
     one, two = (open_storage(folder, model, max_size=10 * PAGE, eviction_ratio=1) for model in ("one", "two"))
     assert not any(left[kind].exists() for kind in ("of 0.5.17", "of 0.5.23"))
     evicted = []
@@ -233,7 +235,7 @@ def test_the_bound_is_the_folders(tmp_path: Path) -> None:
 
 
 def test_pages_that_are_read_stay(tmp_path: Path) -> None:
-    """Also those that were read before a restart: the files' times say when."""
+    """Pages read before a restart stay, too: their file times store the last use."""
     folder = tmp_path / "pages"
     storage = open_storage(folder)
     for at in range(4):
@@ -246,7 +248,10 @@ def test_pages_that_are_read_stay(tmp_path: Path) -> None:
 
 
 def test_new_weights_are_stored_within_the_bound(tmp_path: Path) -> None:
-    """Their pages have another name. Those that were written meanwhile of the old ones are orphans."""
+    """Pages of new weights have another name.
+
+    Pages of the old weights that were written in the meantime are orphans.
+    """
     folder = tmp_path / "pages"
     storage = open_storage(folder, max_size=4 * PAGE, eviction_ratio=1)
     assert all(store(storage, at) for at in range(4))
@@ -257,7 +262,7 @@ def test_new_weights_are_stored_within_the_bound(tmp_path: Path) -> None:
     assert [at for at in range(9) if stored(storage, at)] == [5, 6, 7, 8]
 
 
-# Whose a folder may be
+# Permissions
 
 
 @pytest.mark.parametrize("owner", ["root", "me", "another"])
@@ -282,7 +287,7 @@ def test_a_named_folder_of_another_user_is_rejected(
 def test_a_named_folder_that_everybody_can_write_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
 ) -> None:
-    """Also with the sticky bit, as /tmp has it: others can add pages there."""
+    """This includes folders with the sticky bit, such as /tmp, because other users can add pages there."""
     folder = tmp_path / "named"
     folder.mkdir()
     folder.chmod(mode)
@@ -292,7 +297,10 @@ def test_a_named_folder_that_everybody_can_write_is_rejected(
 
 
 def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its mode is not this server's to set. An error would end SGLang's thread that stores, and all its saves."""
+    """The server may not change the mode of such a page.
+
+    An error would end SGLang's storage thread and all its saves.
+    """
 
     def rejected(self: Path, mode: int) -> None:
         raise PermissionError(f"{self} belongs to another user")
@@ -304,7 +312,7 @@ def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.Monke
 
 
 def modes(storage: FileStorage) -> tuple[int, int]:
-    """Of the folder, and of a file that is stored in it."""
+    """Return the modes of the folder and of a file stored in it."""
     assert storage.set("key", torch.arange(40, dtype=torch.uint8))
     file = next(Path(storage.file_path).glob("key*.bin"))
     return Path(storage.file_path).stat().st_mode & 0o777, file.stat().st_mode & 0o777
@@ -330,7 +338,7 @@ def test_a_named_folder_says_who_may_read(
 
 @pytest.mark.parametrize("what", ["group", "owner", "link"])
 def test_a_default_folder_of_others_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
-    """As it stands in /tmp, where everybody can make it first."""
+    """The default folder is in /tmp, where any user can create it first."""
     monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
     default = tmp_path / "hicache"
     if what == "link":
@@ -351,11 +359,11 @@ def test_the_default_folder_is_sglangs() -> None:
     assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
 
 
-# Names of files
+# File names
 
 
 def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One whose path is nearly as long as a path may be."""
+    """The path of the folder is almost as long as the limit."""
     deep = tmp_path
     while len(str(deep)) < 4096 - 120:
         deep = deep / ("d" * min(200, 4096 - 110 - len(str(deep))))

@@ -1,4 +1,4 @@
-"""Blocks to the host and back: every byte of a block moves, no other byte does."""
+"""Copies of blocks to the host and back: every byte of a block is copied, and no other byte changes."""
 
 import gc
 import mmap
@@ -38,7 +38,7 @@ BLOCKS = 9
 def swap(
     host: HostBlockPool, blocks: list[int], rows: list[int], to_host: bool, stream: torch.cuda.Stream | None = None
 ) -> None:
-    """Copy blocks of all layers one to one; without a stream the copies are done on return."""
+    """Copy blocks of all layers one to one. Without a stream the copies are complete on return."""
     there, here = torch.tensor(blocks), torch.tensor(rows)
     with torch.cuda.stream(stream):
         there = there.to(host.device)
@@ -52,7 +52,7 @@ def swap(
 
 
 def storages(pool: PagedKVPool) -> list[torch.Tensor]:
-    """The allocations of a pool as flat tensors."""
+    """Return the allocations of a pool as flat tensors."""
     tables = [pool.entries] + ([pool.index_keys] if pool.index_keys is not None else [])
     return [torch.tensor([], dtype=t.dtype, device=t.device).set_(t.untyped_storage()) for t in tables]
 
@@ -62,7 +62,7 @@ def all_bytes(pool: PagedKVPool) -> list[torch.Tensor]:
 
 
 def make_pools(device: torch.device, **options: str) -> list[PagedKVPool]:
-    """A CSA and an HCA layer full of random numbers."""
+    """Return pools of a CSA and an HCA layer with random contents."""
     specs = build_schedule(DSV4Config.flash())
     pools = [PagedKVPool(build_schema(DSV4Config.flash(), specs[i], **options), BLOCKS, device) for i in (2, 3)]
     for pool in pools:
@@ -82,7 +82,7 @@ def test_round_trip(device: torch.device, options: dict[str, str]) -> None:
         for storage in storages(pool):
             storage.zero_()
     swap(host, there, here, to_host=False)
-    padding = 8  # of HCA's flat block, to a multiple of 16 B
+    padding = 8  # HCA's flat block is padded to a multiple of 16 B
     for pool, old in zip(pools, before):
         for new, expected in zip(all_bytes(pool), old):
             used = len(new) - padding if pool.entries.dtype == torch.uint8 and pool is pools[1] else len(new)
@@ -105,7 +105,7 @@ def test_a_layer_comes_back_alone(device: torch.device) -> None:
 
 
 def test_a_row_is_a_block_of_all_layers(device: torch.device) -> None:
-    """And the row beside it stays as it is."""
+    """A row holds one block of all layers, and the adjacent rows stay unchanged."""
     pools = make_pools(device)
     host = HostBlockPool(pools, 3)
     assert host.block_bytes == 169 * 128, "32 * (584 + 72) + 584 bytes in whole lines"
@@ -116,7 +116,7 @@ def test_a_row_is_a_block_of_all_layers(device: torch.device) -> None:
 
 
 def test_a_row_begins_with_whole_lines() -> None:
-    """Of all of Flash: parts lie side by side, and CSA's on lines of 128 bytes."""
+    """For Flash with all layers, the parts are contiguous, and CSA's parts are aligned to 128 bytes."""
     config = DSV4Config.flash()
     schemas = [build_schema(config, spec) for spec in build_schedule(config)]
     pools = [PagedKVPool(schema, 1, torch.device("cpu")) for schema in schemas if schema.entries_per_block]
@@ -132,7 +132,7 @@ def test_a_row_begins_with_whole_lines() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 8, 300])
 def test_every_layer_comes_once(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    """The first alone, then as many together as a launch is to have bytes."""
+    """The first layer is loaded alone. After it, each launch has enough layers for its minimum number of bytes."""
     host = HostBlockPool(make_pools(torch.device("cpu")) * 6, 1)
     monkeypatch.setattr(host_pool, "LOADED_TOGETHER", 3 * host.block_bytes)
     launches = [host.layers_with(layer, blocks) for layer in range(12)]
@@ -155,7 +155,7 @@ def test_more_blocks_than_are_staged_at_a_time(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kv_format", ["fp8", "bf16", "fp32"])
 def test_snapshots_there_and_back(device: torch.device, kv_format: str) -> None:
-    """Every byte of a snapshot moves, in rows that are not those it had, and no other snapshot changes."""
+    """Every byte of a snapshot is copied via other rows, and no other snapshot changes."""
     config = DSV4Config.flash()
     layout = CacheLayout.build(config, build_schedule(config)[:5], device, kv_format=kv_format)
     storage = StateStorage(layout, num_slots=3, snapshots=4, positions=False)
@@ -181,7 +181,7 @@ def test_snapshots_there_and_back(device: torch.device, kv_format: str) -> None:
 
 
 def test_a_loaded_snapshot_is_the_state_that_was_stored(device: torch.device) -> None:
-    """Through a slot, a snapshot, the host, another snapshot and another slot."""
+    """The state is copied through a slot, a snapshot, the host, another snapshot and another slot."""
     config = DSV4Config.flash()
     layout = CacheLayout.build(config, build_schedule(config)[:5], device)
     storage = StateStorage(layout, num_slots=3, snapshots=2, positions=False)
@@ -225,7 +225,7 @@ def test_a_thread_comes_back_to_its_cpus() -> None:
 
 
 def test_pages_are_whole_zero_and_shared_with_a_fork() -> None:
-    """A fork must not part the pages that the GPU writes from those that this process reads."""
+    """The memory is a shared mapping, so a fork does not separate the GPU's pages from this process's pages."""
     pages = _pages(2 * mmap.PAGESIZE)
     assert pages.data_ptr() % mmap.PAGESIZE == 0 and pages.nbytes == 2 * mmap.PAGESIZE and not pages.any()
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -254,8 +254,10 @@ GIB = 1 << 30
 
 
 def system(root: Path, cgroup: str, groups: dict[str, tuple[str, int, int]]) -> Path:
-    """Files of a system with 100 GiB of memory, a process in `cgroup`, and of groups their limit, use and file pages
-    that can go."""
+    """Create the system files of a machine with 100 GiB of memory and a process in `cgroup`.
+
+    `groups` maps the folder of a group to its limit, its use, and its evictable file pages in bytes.
+    """
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {100 << 20} kB\n")
     (root / "proc/self/cgroup").write_text(cgroup)
@@ -311,7 +313,7 @@ def test_unpinned_with_the_pool_behind_its_copies() -> None:
 
 @pytest.mark.gpu
 def test_memory_that_cannot_be_pinned_is_an_error_with_its_size() -> None:
-    """Pages that are pinned already; and the next launch does not report this failure as its own."""
+    """Pinning memory twice raises an error with the size. The next launch does not report this error again."""
     device = torch.device("cuda", 0)
     memory = HostMemory(5000, device)
     assert memory.nbytes == 2 * mmap.PAGESIZE and memory.bytes.is_pinned()

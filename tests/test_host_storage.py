@@ -1,4 +1,4 @@
-"""Storages behind the host: pages outlive the server, and what cannot be used is a miss."""
+"""Storages behind the host cache: pages outlive the server, and an unusable page is a miss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Pat
 
 @pytest.fixture
 def restarted(folder: Path, storage: str) -> Callable[..., HostCacheServer]:
-    """A server that finds the folder of those before."""
+    """Return a function that starts a server on the folder of the previous servers."""
 
     def start(monkeypatch: pytest.MonkeyPatch, **options: Any) -> HostCacheServer:
         return HostCacheServer(monkeypatch, seed=0, storage=storage, **options)
@@ -83,7 +83,7 @@ def test_a_new_server_finds_what_the_last_one_stored(
 def test_pages_say_whose_they_are(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
-    """As `dsv4-sglang storage` lists them."""
+    """`dsv4-sglang storage` lists these names and states."""
     restarted(monkeypatch).serve(PROMPT)
     files = list(stored_files(folder))
     assert {file.path for file in files} == set(pages_in(folder)) and len(files) == 5 + 2
@@ -95,7 +95,7 @@ def test_pages_say_whose_they_are(
 def test_what_is_new_reaches_the_storage_where_the_host_is_full(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
-    """Six lines on a device of 40 blocks, of which a host of 12 has room for two."""
+    """Six conversations run on a device of 40 blocks with a host of 12 blocks, which has room for two of them."""
     lines = [[100 * line + token for token in PROMPT] for line in range(6)]
     with monkeypatch.context() as patch:
         server = restarted(patch, host_blocks=12, host_snapshots=4)
@@ -115,8 +115,10 @@ def test_what_is_new_reaches_the_storage_where_the_host_is_full(
 def test_the_rest_of_a_line_of_which_the_host_has_nothing(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer], host_blocks: int
 ) -> None:
-    """It comes from the storage behind what only the device has, which is saved before the device gives it up, or all
-    is lost together where the host has no room for both."""
+    """The rest of a conversation is fetched from the storage after a prefix that only the device has.
+
+    The prefix is saved before the device evicts it. If the host lacks room for both parts, both are lost together.
+    """
     longer = PROMPT + [50 + at // BLOCK for at in range(4 * BLOCK)]
     with monkeypatch.context() as patch:
         restarted(patch).serve(longer)
@@ -173,7 +175,7 @@ def test_a_page_that_cannot_be_used_is_a_miss(
 def test_a_storage_that_is_cleared_has_nothing(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
-    """As after new weights. Pages of others stay."""
+    """New weights clear the storage. Files of other caches stay."""
     server = restarted(monkeypatch)
     server.serve(PROMPT)
     other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v4-fp32-fp32-0123456789abcdef.bin"
@@ -184,7 +186,7 @@ def test_a_storage_that_is_cleared_has_nothing(
 
 @contextmanager
 def no_room(kind: str, folder: Path) -> Iterator[None]:
-    """No file of a block fits any more: on a file system of 16 KiB, or by the limit of a file's size."""
+    """Leave no room for a file of a block: by a file system of 16 KiB, or by a limit of the file size."""
     folder.mkdir()
     if kind == "limit":
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -214,7 +216,7 @@ def test_a_storage_without_room(
     caplog: pytest.LogCaptureFixture,
     kind: str,
 ) -> None:
-    """The server goes on, nothing is left behind or torn, and it stores again when there is room."""
+    """The server continues without leaving partial files, and stores pages again once there is room."""
     try:
         with monkeypatch.context() as patch:
             with no_room(kind, folder):
@@ -242,7 +244,7 @@ def test_a_storage_without_room(
 def test_requests_beside_a_storage(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
-    """Steps, evictions on both tiers and stores in one, with a host that is full."""
+    """Steps, evictions from device and host, and stores run together while the host is full."""
     server = restarted(monkeypatch, host_blocks=50, host_snapshots=10)
     for _ in range(150):
         server.turn()
@@ -253,12 +255,12 @@ def test_requests_beside_a_storage(
     assert len(pages_in(folder)) > 50
 
 
-# Fetches: threads run a part at a time, when the test says so
+# Fetches: the test runs threads one part at a time
 
 fetches = pytest.mark.skipif(not THREADS_RUN_LATE, reason="this SGLang has other threads")
 PREFETCH_POLICIES = ("best_effort", "timeout", "wait_complete")
+# The prompt has snapshots at 4, 8 and 9 blocks.
 LONG = [1 + at // BLOCK for at in range(9 * BLOCK + 60)]
-"""With snapshots at 4, 8 and 9 blocks."""
 START = LONG[: 4 * BLOCK + 60]
 
 
@@ -266,7 +268,7 @@ START = LONG[: 4 * BLOCK + 60]
 def late(
     folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> Callable[[pytest.MonkeyPatch, str], HostCacheServer]:
-    """A server whose storage has LONG, and whose host has the start of it."""
+    """Return a function that starts a server whose storage has LONG and whose host has START."""
     with pytest.MonkeyPatch.context() as patch:
         restarted(patch).serve(LONG)
 
@@ -280,7 +282,7 @@ def late(
 
 
 def run_parts(server: HostCacheServer, parts: int) -> bool:
-    """So many parts of what threads and streams have to do; whether there are so many."""
+    """Run `parts` parts of the work of threads and streams. Return False if there is less work."""
     for _ in range(parts):
         if not server.streams.run_some(1):
             return False
@@ -290,7 +292,7 @@ def run_parts(server: HostCacheServer, parts: int) -> bool:
 
 
 def fetched(server: HostCacheServer, tokens: list[int]) -> int:
-    """Tokens that come from the storage where nobody ends the fetch."""
+    """Fetch a prompt that is not aborted. Return the number of tokens from the storage."""
     request = server.begin_prefetch(tokens)
     while run_parts(server, 1):
         pass
@@ -303,7 +305,7 @@ def host_held(server: HostCacheServer) -> tuple[int, int]:
 
 
 def nothing_left(server: HostCacheServer) -> None:
-    """Of fetches, in the host's pools, in the tree or for the next ones."""
+    """Assert that no fetch holds memory in the host's pools or the tree, or counts against later fetches."""
     server.settle()
     server.check()
     server.check_contents()
@@ -320,7 +322,10 @@ def nothing_left(server: HostCacheServer) -> None:
 def test_a_fetch_that_is_aborted_at_any_point(
     monkeypatch: pytest.MonkeyPatch, late: Callable[..., HostCacheServer], policy: str, then: str
 ) -> None:
-    """Others take the host's rows before the thread that reads goes on: it writes to none of theirs."""
+    """Another request takes the freed host rows before the reading thread resumes.
+
+    The thread does not write to them.
+    """
     for parts in range(100):
         with monkeypatch.context() as patch:
             server = late(patch, policy, host_blocks=9, host_snapshots=3)
@@ -346,8 +351,11 @@ def test_a_fetch_that_is_aborted_at_any_point(
 def test_a_fetch_that_its_request_looks_for_at_any_point(
     monkeypatch: pytest.MonkeyPatch, late: Callable[..., HostCacheServer], policy: str
 ) -> None:
-    """best_effort ends it there, timeout when its time has passed, wait_complete when it is complete. What is found is
-    whole or nothing, and the request resumes from it."""
+    """best_effort ends the fetch when the request looks for it, timeout after its time, wait_complete when it is
+    complete.
+
+    The fetched part is everything or nothing, and the request resumes from it.
+    """
     found, complete = [], False
     while not complete:
         with monkeypatch.context() as patch:
@@ -379,7 +387,10 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(
 def test_a_part_of_what_a_request_looks_for(
     monkeypatch: pytest.MonkeyPatch, folder: Path, late: Callable[..., HostCacheServer], policy: str, why: str
 ) -> None:
-    """It is served up to the last snapshot before; of a page that proves to be damaged nobody knew before."""
+    """The request resumes from the last snapshot before the missing page.
+
+    A damaged page is detected only when it is read.
+    """
     server = late(monkeypatch, policy, host_blocks=8 if why == "the host has no room" else 120)
     if why != "the host has no room":
         last = (9).to_bytes(8, "little") * BLOCK
@@ -393,7 +404,7 @@ def test_a_part_of_what_a_request_looks_for(
 
 
 def ways_of(storage: str) -> list[tuple[type, str, Any]]:
-    """Methods that move pages, and what they return when they do not."""
+    """Return the methods that transfer pages, each with its result on failure."""
     if storage == "file":
         return [(FileStorage, "set", False), (FileStorage, "get", None)]
     from dsv4_sglang.srt.host_cache.nixl import NixlStorage
@@ -405,8 +416,10 @@ def ways_of(storage: str) -> list[tuple[type, str, Any]]:
 def test_requests_beside_a_storage_that_fails(
     monkeypatch: pytest.MonkeyPatch, storage: str, restarted: Callable[..., HostCacheServer], raises: bool
 ) -> None:
-    """One way there of five fails, and one back: what is asked for comes whole or not at all, and a
-    server that starts again computes the rest."""
+    """One of five transfers fails in each direction.
+
+    Each fetch returns whole snapshots or nothing, and a restarted server computes the rest.
+    """
     if raises and storage == "file":
         pytest.skip("SGLang catches what its files raise; a folder that is gone: the test below")
     rng, found = random.Random(0), 0
@@ -439,8 +452,11 @@ def test_requests_beside_a_storage_that_fails(
 def test_tenants_share_nothing_in_a_storage(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer], at_once: bool
 ) -> None:
-    """Three of them and a request of nobody ask the same. Behind a restart each finds what it has stored, no matter
-    what the others have brought to the host, and the fourth tenant nothing."""
+    """Three tenants and a request without a tenant have the same prompt.
+
+    After a restart each finds only its own pages, independent of the pages that others have brought to the host. A
+    fourth tenant finds none.
+    """
     tenants, stored = [None, "a", "b", ""], 0
     for tenant in tenants:
         with monkeypatch.context() as patch:
@@ -460,7 +476,7 @@ def test_tenants_share_nothing_in_a_storage(
         assert not server.wrong
         server.check()
         server.check_contents()
-        # The rest of a line of which the tree has the beginning.
+        # The tree has the first part of this prompt.
         longer = PROMPT + [50 + at // BLOCK for at in range(4 * BLOCK)]
         server.prefetch(longer, "a")
         assert server.serve(longer, "a") == 5 * BLOCK
@@ -476,7 +492,7 @@ def test_tenants_share_nothing_in_a_storage(
 def test_keys_of_tenants_are_those_of_newer_releases(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
-    """So that an update of SGLang finds what was stored."""
+    """An update of SGLang finds the stored pages."""
     restarted(monkeypatch).serve([1] * (BLOCK + 1), "a")
     tenant = sha256(b"sglang-cache-namespace-v1\x01" + (1).to_bytes(8, "little") + b"a\x00").digest()
     first_page = sha256(tenant + (1).to_bytes(4, "little") * BLOCK).hexdigest()
@@ -486,7 +502,7 @@ def test_keys_of_tenants_are_those_of_newer_releases(
 def test_other_weights_find_nothing(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
-    """Of the same model in the same folder: random ones, and those of another loader."""
+    """The weights differ although model and folder are the same: random weights, or weights of another loader."""
     flags = [
         {"load_format": "dummy", "random_seed": 1},
         {"load_format": "dummy", "random_seed": 2},
@@ -505,7 +521,7 @@ def test_other_weights_find_nothing(
 def test_a_long_name_of_a_model(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
-    """As the path of a snapshot of the hub, which a server is called by."""
+    """The name is the path of a snapshot in the hub's cache, as a server may be given it."""
     called = "/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/" + "f" * 300
     with monkeypatch.context() as patch:
         server = restarted(patch, model_name=called)
@@ -532,8 +548,10 @@ def test_a_folder_that_is_gone(
     caplog: pytest.LogCaptureFixture,
     extra: dict[str, Any],
 ) -> None:
-    """Somebody has removed it: one line says so, nothing is found, nobody waits for ever, and when it is there again it
-    is used, unless others may write to it."""
+    """The folder was removed. One log line reports it, look-ups miss, and no request waits for it.
+
+    Once the folder exists again it is used, unless other users can write to it.
+    """
     server = restarted(monkeypatch, extra_config=extra)
     prompts = [[100 * line + token for token in PROMPT] for line in range(6)]
     assert server.serve(prompts[0]) == 0
@@ -561,7 +579,7 @@ def test_a_folder_that_is_gone(
 def test_a_look_up_that_fails_is_a_miss(
     monkeypatch: pytest.MonkeyPatch, restarted: Callable[..., HostCacheServer], error: Exception
 ) -> None:
-    """Whatever the error: SGLang's thread goes on, and the next look-up finds what is stored."""
+    """After any error SGLang's thread continues, and the next look-up finds the stored pages."""
 
     def fails(*arguments: Any, **named: Any) -> Any:
         raise error
@@ -577,7 +595,7 @@ def test_a_look_up_that_fails_is_a_miss(
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Mooncake's master, and one that has memory for pages, over TCP."""
+    """Start Mooncake's master and a client that provides memory for pages, over TCP."""
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
@@ -605,8 +623,10 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def test_pages_in_mooncakes_store(
     monkeypatch: pytest.MonkeyPatch, store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They outlive the server, each tenant finds its own; one that was changed is a miss and is stored anew; clearing
-    leaves those of others."""
+    """Pages outlive the server, and each tenant finds only its own.
+
+    A changed page is a miss and is stored again. Clearing keeps the pages of others.
+    """
     keys: list[str] = []
     put = MooncakeStorage._put_batch_zero_copy_impl
 
