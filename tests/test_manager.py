@@ -34,7 +34,7 @@ from dsv4_sglang.standalone import KVCacheManager
 FP32 = functools.partial(KVBuffer, format=KVFormat.FP32)
 
 
-# --- what a request reads ---------------------------------------------------------------------------------------------
+# --- reads of a request -----------------------------------------------------------------------------------------------
 
 
 def test_one_chunk_against_definitions(device: torch.device) -> None:
@@ -197,7 +197,7 @@ def test_write_swa(device: torch.device) -> None:
         make_manager(device, kv_format="bf16").acquire(0, slots, positions, slots).write_swa(raw)
 
 
-# --- what a handle and a step reject ----------------------------------------------------------------------------------
+# --- rejected arguments -----------------------------------------------------------------------------------------------
 
 
 def ints(*values: int) -> Tensor:

@@ -400,7 +400,7 @@ def hits_of_both_trees(blocks: int, snapshots: int) -> tuple[list[int], list[int
         mini = small.admit([*keys, -1 - len(lines)])
         assert mini is not None
         hits[0].append(mini.computed * BLOCK)
-        mini.prompt -= 1  # Remove the compressor state: it is less than a block and in no tree.
+        mini.prompt -= 1  # Drop the last key, which stands for a part of a block and is in no tree.
         small.finish(mini)
         hits[1].append(run(real, keys))
     return hits

@@ -79,8 +79,8 @@ def nothing_wrong(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: Asked, turn: Asked) -> Answer:
-    """Serve `turn` from a snapshot of `writer` that is only on the host, with a fault injected. The device's snapshots
-    hold wrong states before."""
+    """Serve `turn` from a snapshot of `writer` that is only on the host, with a fault injected. All snapshots on the
+    device are overwritten with 1.0 first."""
     server.flush()
     rings, compressor_states = server.storage._all_rings, server.storage._compressor_state_units
     rings[:, server.storage.num_slots :] = compressor_states[:, -2 * server.storage.snapshots :] = 1.0
