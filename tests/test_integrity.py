@@ -1,5 +1,5 @@
-"""The integrity check: each thing that it looks at is broken once, and named. Sound caches: it is what the machines in
-test_prefix_sglang.py and test_host_cache.py ask after their steps."""
+"""Tests of the integrity check: each test breaks one thing that the check covers and expects an error that names it.
+Intact caches are covered by test_prefix_sglang.py and test_host_cache.py, which run the check after their steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCacheServer]:
-    """A line of six blocks and a branch of it, on device and host; a request that resumed from them, and runs."""
+    """Server with a six-block path and a branch of it on device and host, and a running request that resumed from
+    them."""
     without_a_server(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,7 +31,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCacheServer]:
     server.serve([*line, 1])
     server.serve([*line[: 4 * BLOCK], *[99] * (2 * BLOCK), 1])
     server.start([*line, *[7] * 200])
-    for _ in range(2):  # what is saved, and that it is
+    for _ in range(2):  # The first pass saves, the second acknowledges the saves.
         server.streams.run_all()
         server.cache.check_hicache_events()
     server.check()
@@ -39,7 +40,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCacheServer]:
 
 
 def cached(server: HostCacheServer) -> Any:
-    """A node at the end of a path, with a snapshot in both places, that nobody locks."""
+    """Return an unlocked leaf node with a snapshot on device and host."""
     nodes = server.component.slots.nodes.values()
     return next(node for node in nodes if not node.children and not node.component_data[ComponentType.FULL].lock_ref)
 

@@ -1,4 +1,4 @@
-"""The command line and environment of a launch."""
+"""Tests of the command line and environment of a server launch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Options in the braces of the opt-in, and how memory is divided; without SGLang."""
+"""Tests of the options in the JSON of the opt-in flag and of the memory sizing, without SGLang."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def layout(config: DSV4Config, kv_cache_dtype: torch.dtype = torch.float8_e4m3fn
 
 
 def test_bytes_of_flash_and_pro() -> None:
-    """SPEC 5.2 and 5.3: 584 B entries and 72 B keys; rings, compressor states of 24 x 640 and online HCA states."""
+    """Check SPEC 5.2 and 5.3: 584 B entries, 72 B keys, window rings, 24 x 640 compressor states and online HCA
+    states."""
     flash, pro = layout(DSV4Config.flash()), layout(DSV4Config.pro())
     assert flash.token_bytes == (21 * 32 * (584 + 72) + 20 * 584) / 128
     assert pro.token_bytes == (30 * 32 * (584 + 72) + 31 * 584) / 128
@@ -117,7 +118,7 @@ def test_state_demand() -> None:
 
 
 def test_snapshots_are_compact() -> None:
-    """Issue: 3.7 MB for V4-Flash, 5.2 MB for V4-Pro; about as much as 1,000 tokens."""
+    """A snapshot takes 3.7 MB for V4-Flash and 5.2 MB for V4-Pro, about as much as 1,000 tokens."""
     for config, size, limit in ((DSV4Config.flash(), 3_644_416, 3.7e6), (DSV4Config.pro(), 5_174_272, 5.2e6)):
         made = layout(config)
         assert made.snapshot_bytes == size <= limit
@@ -175,7 +176,7 @@ def test_table_with_speculation() -> None:
 
 @pytest.mark.parametrize("hidden, setting", [(256, "0"), (1024, "0"), (2048, None), (4096, None), (7168, None)])
 def test_fused_hyper_connections_need_wide_states(monkeypatch: pytest.MonkeyPatch, hidden: int, setting: str | None):
-    """V4-Flash has 4,096 channels, V4-Pro 7,168. SGLang's kernel is wrong for a tiny checkpoint."""
+    """V4-Flash has 4,096 channels, V4-Pro 7,168. SGLang's kernel gives wrong results for a tiny model."""
     for name in ("SGLANG_OPT_FUSE_MHC_POST_PRE", "SGLANG_OPT_FP8_WO_A_GEMM", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""What works is waited for, what has ended or is stuck is an error that says so."""
+"""Tests of liveness checks: a process that works is waited for; a process that exited or hangs raises a clear error."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "POLL_SECONDS", 0.1)
 
 
-# Works in a child, as SGLang does, for longer than a process may be stuck.
+# Works in a child process, as SGLang does, for longer than a process may hang.
 WORK = "import time\nwhile time.process_time() < 3: pass"
 PARENT = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {WORK!r}]) + 7)"
 

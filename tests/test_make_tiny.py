@@ -1,4 +1,4 @@
-"""The tiny checkpoint: reproducible, readable, small, and worth testing with."""
+"""Tests of the tiny model: it is reproducible, readable and small, and tests with it can fail."""
 
 import hashlib
 import json
@@ -108,7 +108,7 @@ def test_logits_are_not_flat(oracle: Oracle, prompt: list[int]) -> None:
 
 
 def test_routers_choose_by_a_wide_margin(oracle: Oracle, prompt: list[int]) -> None:
-    """A gap of 1 in a score of about 2: no rounding of anything before it swaps experts."""
+    """The gap is 1 for scores of about 2, so rounding in earlier layers cannot swap experts."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     hooks = [
         module.register_forward_hook(
@@ -124,7 +124,7 @@ def test_routers_choose_by_a_wide_margin(oracle: Oracle, prompt: list[int]) -> N
     for scores, chosen in seen:
         top = scores.topk(EXPERTS_PER_TOKEN + 1).values
         assert (top[:, -2] - top[:, -1]).min() > 1.0
-        assert len({tuple(sorted(row)) for row in chosen.tolist()}) > EXPERTS // 2  # by token, not one choice for all
+        assert len({tuple(sorted(row)) for row in chosen.tolist()}) > EXPERTS // 2  # The choice depends on the token.
         weights = scores.gather(1, chosen)
         assert weights.std() > 0.1
 
@@ -145,7 +145,7 @@ def test_class_channels_pass_all_layers(oracle: Oracle, prompt: list[int]) -> No
 def test_bf16_rows_move_logprobs_little_and_a_wrong_entry_much(
     tmp_path: Path, prompt: list[int], seed: int, heads: int
 ) -> None:
-    """Of as many heads as released, and of those of most server tests."""
+    """Test 64 heads, as the released models have, and 16 heads, as most server tests use."""
     oracle = Oracle(make_tiny(tmp_path / "tiny", TinySpec(seed=seed, heads=heads)))
     target = torch.tensor(prompt[1:])[:, None]
 
@@ -187,7 +187,7 @@ def test_tokenizer(tiny: Path) -> None:
     )
     assert chat == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>"
     assert len(tokenizer(chat)["input_ids"]) == 6
-    assert tokenizer.decode(list(range(VOCAB)))  # every id that sampling can give
+    assert tokenizer.decode(list(range(VOCAB)))  # Every id that sampling can return.
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,11 @@ def test_v41_has_every_kind_of_layer(tiny_v41: Path) -> None:
 def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
     tiny_v41: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight entries of a layer's 300, against what rounding may do: so small a change that each value of the cache is
-    rounded up or down by chance, as sums in another order would do to some of them. How many differs between
-    processors."""
+    """Losing 8 of a layer's 300 entries moves log p further than rounding noise does.
+
+    The noise is a relative change of 1e-5, small enough that each cached value is rounded up or down by chance. Sums in
+    another order do the same to some values. The number of affected values depends on the processor.
+    """
     oracle = oracle_v41.OracleV41(tiny_v41)
     exact = oracle.logits(prompt, chunk=128).log_softmax(-1)
     best = exact.argmax(-1)[:, None]

@@ -1,4 +1,5 @@
-"""`KVCacheManager` and its handles: who owns what, and that a request reads its own tokens whatever runs beside it."""
+"""Tests of `KVCacheManager` and its handles: ownership of slots and blocks, and isolation between concurrent
+requests."""
 
 import dataclasses
 import functools
@@ -33,11 +34,11 @@ from dsv4_sglang.standalone import KVCacheManager
 FP32 = functools.partial(KVBuffer, format=KVFormat.FP32)
 
 
-# --- what a request reads ---------------------------------------------------------------------------------------------
+# --- reads of a request -----------------------------------------------------------------------------------------------
 
 
 def test_one_chunk_against_definitions(device: torch.device) -> None:
-    """Window rows are the last 128 normalised and rotated rows; HCA entry 0 pools tokens 0..127 (SPEC 2.1, 3.3)."""
+    """Window rows are the last 128 normalised and rotated rows, and HCA entry 0 pools tokens 0..127 (SPEC 2.1, 3.3)."""
     manager = make_manager(device, **EXACT)
     request = Request.admit(manager, 0)
     for _ in range(3):
@@ -69,7 +70,8 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
 
 
 def verify(manager: KVCacheManager, requests: list[Request], tokens: int, kept: list[int]) -> None:
-    """A step of `tokens` tokens of each request, of which `kept` stay; what the others bring is wrong."""
+    """Run a step of `tokens` tokens per request and accept the first `kept`; the projections of the others are
+    wrong."""
     true = [request.layers for request in requests]
     for request, n in zip(requests, kept):
         wrong = slice(request.length + n, request.length + tokens)
@@ -88,8 +90,8 @@ def verify(manager: KVCacheManager, requests: list[Request], tokens: int, kept: 
 
 
 def test_tokens_are_taken_back(device: torch.device) -> None:
-    """Steps of drafts over the end of a block and of the ring, begun at any token of the one before; steps of one token
-    and chunks between."""
+    """Draft steps cross the end of a block and of the ring and start at any token of the previous step. Steps of one
+    token and chunks run in between."""
     manager = make_manager(device, draft_tokens=4, hca_state="online", **EXACT)
     requests = [Request.admit(manager, seed) for seed in range(2)]
     run_step(manager, [(requests[0], 118), (requests[1], 3)])
@@ -105,7 +107,7 @@ def test_tokens_are_taken_back(device: torch.device) -> None:
 
 
 def test_more_tokens_than_a_cache_for_drafts_takes_are_a_chunk() -> None:
-    """And so are requests with different numbers of tokens; neither can be taken back."""
+    """Requests with different numbers of tokens are a chunk too. Neither kind of chunk can be rolled back."""
     manager = make_manager(draft_tokens=3, hca_state="online", **EXACT)
     slots = torch.tensor([manager.admit_request(), manager.admit_request()])
     for counts, is_decode in (([1, 1], True), ([3, 3], True), ([4, 4], False), ([2, 3], False), ([3, 1], False)):
@@ -117,7 +119,7 @@ def test_more_tokens_than_a_cache_for_drafts_takes_are_a_chunk() -> None:
 @hypothesis.settings(max_examples=12)
 @given(st.data())
 def test_interleaved_requests(data: st.DataObject) -> None:
-    """Three requests in steps of any shape, with padding rows in decode steps, each read only their own tokens."""
+    """Each of three requests reads only its own tokens, in steps of any shape and with padding rows in decode steps."""
     manager = make_manager(**EXACT)
     requests = [Request.admit(manager, seed) for seed in range(3)]
     for _ in range(data.draw(st.integers(1, 5), label="steps")):
@@ -134,7 +136,8 @@ def test_interleaved_requests(data: st.DataObject) -> None:
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
 @pytest.mark.parametrize("first", [1, 2, 3, 130])
 def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, first: int, hca_state: str) -> None:
-    """SPEC 3.8; the slot's bytes are made NaN in between, so that clearing it is not what makes this hold."""
+    """A reused slot exposes no data of its previous owner (SPEC 3.8). The slot is filled with NaN in between, so the
+    test does not rely on clearing."""
     manager = make_manager(device, slots=1, blocks=3, hca_state=hca_state, **EXACT)
     old = Request.admit(manager, 1)
     run_step(manager, [(old, 200)])
@@ -156,21 +159,22 @@ def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, fir
 
 @pytest.mark.parametrize("options", [{}, {"kv_format": "bf16"}, {"key_format": "nvfp4", "hca_state": "online"}])
 def test_quantised_formats_stay_near(device: torch.device, options: dict[str, str]) -> None:
-    """The handles hand each format to the ops; the noise is that of SPEC 7.1, far below a wrong row's."""
+    """The handles pass each format to the ops: the error stays at the level of SPEC 7.1, far below that of a wrong
+    row."""
     manager = make_manager(device, **options)
     request = Request.admit(manager, 0)
     for n in (100, 1, 1, 60):
         run_step(manager, [(request, n)])
     for i, expected in enumerate(alone(((0, 0),), 162, **EXACT)):
         got = torch.cat(request.outputs[i]).cpu()
-        # The first 32 tokens see at most 8 entries: all are selected, so the key format changes nothing.
+        # The first 32 tokens see at most 8 entries. All of them are selected, so the key format has no effect.
         tokens = slice(0, 32) if CONFIG.ratio(i) == 4 else slice(None)
         error = (got[tokens] - expected[tokens]).norm() / expected[tokens].norm()
         assert 1e-5 < error < 0.04, (i, float(error))
 
 
 def test_write_swa(device: torch.device) -> None:
-    """Final rows go to the ring of their request, in one layer, and read back through the split views."""
+    """Rows are written to the ring of their request in one layer, and the split views return them."""
     manager = make_manager(device)
     a, b = manager.admit_request(), manager.admit_request()
     raw = torch.randn(7, 512, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
@@ -186,14 +190,14 @@ def test_write_swa(device: torch.device) -> None:
     assert view.swa_pos[a, :6].tolist() == [0, 1, 2, 3, 4, -1]
     assert view.swa_pos[b, :3].tolist() == [0, 1, -1]
     assert view.swa_head[[a, b]].tolist() == [5, 2]
-    # A chunk's tokens read a workspace, which only append() fills.
+    # Tokens of a chunk read a workspace, which only append() fills.
     assert [view.window, view.window_indices, view.window_lens] == [None] * 3
     assert bool((manager.state_pools[0].swa_pos == -1).all())
     with pytest.raises(ValueError, match="supports FP8 entries only, the KV format is bf16"):
         make_manager(device, kv_format="bf16").acquire(0, slots, positions, slots).write_swa(raw)
 
 
-# --- what a handle and a step reject ----------------------------------------------------------------------------------
+# --- rejected arguments -----------------------------------------------------------------------------------------------
 
 
 def ints(*values: int) -> Tensor:
@@ -375,7 +379,7 @@ def test_blocks_without_a_request() -> None:
 
 
 def test_pool_sizes_that_differ() -> None:
-    """A block id is one for all layers, so the smaller pool decides."""
+    """The smaller pool sets the number of blocks, because a block id is valid in all layers."""
     manager = KVCacheManager(
         CONFIG,
         build_schedule(CONFIG),
@@ -396,7 +400,7 @@ def test_bad_sizes() -> None:
 
 
 class SlotsAndBlocks(RuleBasedStateMachine):
-    """Any order of admissions, allocations and releases against plain sets."""
+    """State machine that runs admissions, allocations and releases in any order against plain sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,7 +494,7 @@ FORMATS = [
 
 
 def spoil(manager: KVCacheManager) -> None:
-    """Other bytes wherever no request is."""
+    """Overwrite all free slots and blocks."""
     used = manager.blocks_of(0) if 0 in manager._blocks else []
     for view in (v for pool in manager.paged_pools if pool is not None for v in pool.block_views()):
         view[[i for i in range(manager.num_blocks) if i not in used]] = 77
@@ -502,7 +506,7 @@ def spoil(manager: KVCacheManager) -> None:
 
 @pytest.mark.parametrize("options", FORMATS, ids=lambda options: "-".join(map(str, options.values())))
 def test_a_request_waits_on_the_host(device: torch.device, options: dict[str, Any]) -> None:
-    """Every byte comes back, into another slot and other blocks, in any format and at any length."""
+    """Every byte is restored, into a different slot and different blocks, in any format and at any length."""
     manager = make_manager(device, slots=2, blocks=6, host_requests=2, host_blocks=5, **options)
     waiting, other = Request.admit(manager, 0), Request.admit(manager, 1)
     run_step(manager, [(waiting, 131), (other, 60)])
@@ -527,7 +531,7 @@ def test_a_request_waits_on_the_host(device: torch.device, options: dict[str, An
 
 
 def test_a_request_goes_on_after_the_host(device: torch.device) -> None:
-    """It reads its own tokens, whoever had its slot and its blocks meanwhile, twice."""
+    """A request restored twice from host memory reads its own tokens, whoever used its slot and blocks meanwhile."""
     manager = make_manager(device, slots=1, blocks=3, host_requests=1, host_blocks=3, **EXACT)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, 130)])
@@ -546,7 +550,7 @@ def test_a_request_goes_on_after_the_host(device: torch.device) -> None:
 
 
 def test_no_room_on_either_side() -> None:
-    """An error, and everything stays where it was."""
+    """An offload or restore without space raises an error and changes nothing."""
     with pytest.raises(RuntimeError, match="construct it with host_requests and host_blocks"):
         (manager := make_manager()).offload(manager.admit_request())
     with pytest.raises(ValueError, match="host_requests is 1, host_blocks -1"):
@@ -608,13 +612,13 @@ def test_acquire_allocates_nothing_on_the_gpu() -> None:
 @pytest.mark.gpu
 def test_memory_bytes_is_what_cuda_allocated() -> None:
     def requested() -> int:
-        # Of a cached block that is a little larger `memory_allocated` counts the whole.
+        # `memory_allocated` counts the whole of a cached block that is slightly larger than requested.
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
     before = requested()
     manager = make_manager("cuda", slots=8, blocks=64)
     used = requested() - before
-    # Block tables, lengths and the allocator's lists come on top.
+    # The difference is block tables, lengths and the allocator's lists.
     assert (
         manager.memory_bytes()
         <= used
@@ -624,8 +628,8 @@ def test_memory_bytes_is_what_cuda_allocated() -> None:
 
 @pytest.mark.gpu
 def test_offload_beside_the_steps() -> None:
-    """On a stream of its own: who gets the slot and the blocks writes to them only when the copy is over, and a row of
-    the host is not written over while it is read."""
+    """Offload runs on its own stream. A new owner of the slot and blocks writes only after the copy has finished, and a
+    host row is not overwritten while it is read."""
     manager = make_manager("cuda", slots=2, blocks=4, host_requests=1, host_blocks=2)
     beside = torch.cuda.Stream()
     views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
@@ -640,7 +644,7 @@ def test_offload_beside_the_steps() -> None:
             torch.cuda._sleep(2_000_000)
         offloaded = manager.offload(slot, beside)
         assert offloaded.event is not None
-        for _ in range(2):  # all slots and blocks: those of the request among them
+        for _ in range(2):  # Use all slots and blocks, including those of the request.
             new = manager.admit_request()
             taken = [manager.allocate_block(new) for _ in range(2)]
             for table in manager.state.slot_tables():

@@ -1,4 +1,4 @@
-"""The names of the metrics: the page and the code list the same, and Prometheus accepts them."""
+"""Tests of metric names: the docs page and the code list the same names, and Prometheus accepts them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""csrc/numeric.h and csrc/index/layout.h on the host: roundings and scales give torch's bytes, for every bf16 and at
-every tie; decoded keys are exact, and scores keep their order. csrc/entries.h and csrc/geometry.h: every constant
-equals its Python twin."""
+"""Tests of csrc/numeric.h and csrc/index/layout.h compiled for the host: roundings and scales give torch's bytes for
+every bf16 and at every tie, decoded keys are exact, and the order of scores is preserved. Every constant of
+csrc/entries.h and csrc/geometry.h equals its Python twin."""
 
 import ctypes
 import re
@@ -88,7 +88,7 @@ extern "C" void host_order(const float* x, int64_t* y, long n) {
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """host(name, x fp32) -> y fp32, through a library of numeric.h compiled for the CPU."""
+    """Return `host(name, x)`, which maps fp32 `x` to fp32 through a CPU build of numeric.h."""
     try:
         nvcc = extension.find_nvcc()
     except RuntimeError:
@@ -110,7 +110,7 @@ def host(tmp_path_factory):
 
 
 def test_constants_equal_their_python_twins(host):
-    """All of entries.h and geometry.h: a constant that is added there without a twin here fails too."""
+    """Covers all constants of entries.h and geometry.h: a new constant without a Python twin fails."""
     twins = {
         "kEntryDim": kv_entries.ENTRY_DIM,
         "kRopeDim": kv_entries.ROPE_DIM,
@@ -165,7 +165,7 @@ def test_rows_of_a_state_are_for_as_many_draft_tokens_on_both_sides(host):
 
 
 def all_bf16() -> torch.Tensor:
-    """Every finite bf16, as fp32."""
+    """Return every finite bf16 as fp32."""
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
     return x[x.isfinite()]
 
@@ -227,7 +227,7 @@ def test_values_of_codes(host):
 
 
 def test_keys_are_decoded_exactly(host):
-    """Every scale with every code at every place of a word."""
+    """Test every scale with every code at every position of a word."""
     places = (torch.arange(16)[:, None] + torch.arange(8)) % 16
     packed = (places[:, 0::2] | places[:, 1::2] << 4).to(torch.uint8)
     scales = torch.stack([torch.arange(127), torch.arange(126, -1, -1)], 1).to(torch.uint8)
@@ -241,7 +241,7 @@ def test_keys_are_decoded_exactly(host):
 
 
 def test_keys_in_e4m3_are_exact_for_twelve_powers_of_two(host):
-    """Every code at every place of a word; what is smaller yet is 0."""
+    """Test every code at every position of a word. Smaller scales give 0."""
     places = (torch.arange(16)[:, None] + torch.arange(8)) % 16
     words = (places << 4 * torch.arange(8)).sum(1)
     below = torch.arange(18)
@@ -257,9 +257,10 @@ def test_channels_of_a_query(host):
 
 
 def test_image_of_a_query(host):
-    """As warpgroup products take operand B, 128-byte swizzle: byte 128 n + k % 128 of each 8192, with address bits 7
-    to 9 added to bits 4 to 6; n is the head, k the place of a word, in bytes, in the order of the steps (of fp16 eight,
-    of e4m3 four).
+    """The image is the layout of operand B of warpgroup products with a 128-byte swizzle.
+
+    Byte 128 n + k % 128 of each 8192 bytes has address bits 7 to 9 XORed into bits 4 to 6. n is the head. k is the byte
+    position of a word in the order of the steps (eight steps for fp16, four for e4m3).
     """
     head, c, step, upper = torch.meshgrid(*(torch.arange(n) for n in (64, 4, 8, 2)), indexing="ij")
     k = 32 * step + 16 * upper + 4 * c
@@ -269,7 +270,7 @@ def test_image_of_a_query(host):
 
 
 def test_order_of_scores(host):
-    """Ascending orders list scores ascending, and of equal ones the later entries first."""
+    """Ascending order keys list scores in ascending order, and later entries first among equal scores."""
     x = torch.cat([all_bf16(), random_floats(), torch.tensor([0.0, -0.0, 0.0, 1.0, -0.0, 1.0])])
     order = torch.empty(len(x), dtype=torch.int64)
     host.library.host_order(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(order.data_ptr()), ctypes.c_long(len(x)))

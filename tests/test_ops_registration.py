@@ -1,10 +1,10 @@
-"""The ops keep the promises of their schemas: mutation, aliasing, fake implementations (torch.library.opcheck)."""
+"""Tests of the ops' schemas with torch.library.opcheck: mutation, aliasing and fake implementations."""
 
 import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Batch, Layer, make_attention
 
-from dsv4_sglang.attention import cuda_ops  # noqa: F401  registers ops
+from dsv4_sglang.attention import cuda_ops  # noqa: F401  Registers the ops.
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.ops.schemas import SCHEMAS
 
@@ -22,7 +22,8 @@ def test_every_op_has_a_cpu_implementation():
 
 @pytest.mark.parametrize("name", ["attend", "attend_v41", "index_topk", "index_topk_v41"])
 def test_ops_in_python_have_a_cuda_implementation_without_a_gpu(name):
-    """Triton's and FlashMLA's, and the one that calls kernels of the extension. The others come with the extension."""
+    """Covers the Triton ops, FlashMLA and the op that calls kernels of the extension. The extension registers the
+    others."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dsv4_sglang::{name}", "CUDA")
 
 
@@ -41,7 +42,7 @@ def test_append(ratio, rows, keys, monkeypatch):
     monkeypatch.undo()
     for table in (layer.ring, layer.entries, layer.index_keys, layer.compressor_state, captured[0][2]):
         if table is not None:
-            table.zero_()  # opcheck compares bytes: NaN would never equal itself
+            table.zero_()  # opcheck compares values, and NaN is not equal to itself.
     torch.library.opcheck(real.default, calls[0], test_utils=CHECKS)
 
 
@@ -51,7 +52,7 @@ def test_append_swa():
     where = torch.tensor([1, 2, -1, 1], dtype=torch.int32), torch.tensor([0, 5, 9, 128], dtype=torch.int32)
     state = torch.zeros(3, 128, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     kv = torch.randn(4, 512).bfloat16()
-    # opcheck cannot compare float8_e8m0fnu; what the op writes is shown in test_append_swa.py.
+    # opcheck cannot compare float8_e8m0fnu. test_append_swa.py checks what the op writes.
     torch.ops.dsv4_sglang.append_swa(kv, *where, *ring, inv, *state, 64)
     assert state[1].tolist() == [0, 1, 6] and state[0][1, 0] == 128
 

@@ -1,4 +1,4 @@
-"""The oracle itself: transformers' masks, tables and cache are what SPEC says, and the fake quantisers are right."""
+"""Tests of the oracle: transformers' masks, tables and cache match SPEC, and the fake quantisers are right."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ FP32_NOISE = 1e-4
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """Three layers, one of each kind, and a selection that leaves entries out, by far (`_same_but_for_rounding`)."""
+    """Three layers, one of each kind. The selection omits entries by a wide margin (see `_same_but_for_rounding`)."""
     spec = TinySpec(seed=9, ratios=(0, 4, 128), heads=16, hash_layers=1, index_topk=TOPK)
     return Oracle(make_tiny(tmp_path_factory.mktemp("tiny"), spec))
 
@@ -29,7 +29,7 @@ def prompt() -> list[int]:
 
 
 def _masks(oracle: Oracle, prompt: list[int], chunk: int | None) -> list[list[torch.Tensor]]:
-    """[layer][forward]: bool [queries, keys], what the attention of each forward could see."""
+    """Return, by layer and forward call, the bool mask [queries, keys] of visible keys."""
     seen: list[list[torch.Tensor]] = [[], [], []]
     original = hf.eager_attention_forward
 
@@ -45,7 +45,7 @@ def _masks(oracle: Oracle, prompt: list[int], chunk: int | None) -> list[list[to
 
 @pytest.mark.parametrize("chunk", [None, 130])
 def test_masks_are_those_of_the_specification(oracle: Oracle, prompt: list[int], chunk: int | None) -> None:
-    """SPEC 4.3 and 4.4, over the keys [last 127 of the cache | new rows | entries]."""
+    """Check SPEC 4.3 and 4.4 over the keys [last 127 of the cache | new rows | entries]."""
     masks = _masks(oracle, prompt, chunk)
     for layer, ratio in enumerate((0, 4, 128)):
         start = 0
@@ -96,20 +96,20 @@ def test_no_token_sees_the_future(oracle: Oracle, prompt: list[int]) -> None:
 
 
 def _same_but_for_rounding(oracle: Oracle, start: list[int], formats: dict[str, str]) -> tuple[float, float]:
-    """(mean, most): how far log p of the next tokens may be apart in two runs that add in another order.
+    """Return (mean, maximum), the bounds on the difference of log p between two runs with different summation orders.
 
-    In fp32 by the noise of its sums. Where rows are rounded, that noise makes some elements round the other way, by one
-    step of the format: the two runs are two roundings of the same rows that share most of their elements. Two that
-    shared none would be sqrt(2) times as far apart as rounding moves either (SPEC 7.1: each row by 0.0266 of it for
-    FP8, 2^-9 / sqrt(3) = 0.0011 for bf16), and however small the noise is, it grows from layer to layer to a share of
-    that. Half of what rounding moves is the bound of the mean, all of it that of one token; it is measured here, on
-    the same tokens, and no processor moves it.
+    In fp32 the bound is the noise of the sums. In rounded formats this noise makes some elements round the other way,
+    by one step of the format. The two runs are then two roundings of the same rows that share most elements. Two
+    roundings that shared no element would differ by sqrt(2) times the effect of rounding (SPEC 7.1: 0.0266 of each row
+    for FP8, 2^-9 / sqrt(3) = 0.0011 for bf16). Small noise grows from layer to layer to a fraction of that. The bound
+    of the mean is half the effect of rounding, and the bound of a single token is the whole effect. The effect is
+    measured here on the same tokens, so the bounds hold on any processor.
     """
     if not formats:
         return FP32_NOISE, FP32_NOISE
     tokens = oracle.greedy(start, 8, **formats)[0]
     moved = (oracle.score(start, tokens, **formats).logprobs - oracle.score(start, tokens).logprobs).abs()
-    # No rounding swaps an entry for another, which would move log p by more.
+    # Rounding must not change the selection, because that would move log p further.
     assert oracle.selection_gap([*start, *tokens], **formats).min() > 1e-3
     return float(moved.mean()) / 2, float(moved.max())
 
@@ -118,7 +118,7 @@ def _same_but_for_rounding(oracle: Oracle, start: list[int], formats: dict[str, 
 def test_teacher_forced_equals_incremental(
     oracle: Oracle, prompt: list[int], formats: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a prompt length that leaves every kind of window half open, over the edge of a block."""
+    """The prompt length leaves every kind of window partially filled, and generation crosses the end of a block."""
     start = prompt[:125]
     mean, most = _same_but_for_rounding(oracle, start, formats)
 
@@ -129,7 +129,7 @@ def test_teacher_forced_equals_incremental(
 
     tokens, score, distance = apart()
     assert distance.mean() <= mean and distance.max() <= most
-    # Where they choose another token, each finds the other's as likely but for the distance of both.
+    # Where the runs choose different tokens, their log p differ by at most the sum of both bounds.
     assert score.margin.mean() <= 2 * mean and score.margin.max() <= 2 * most
     other = oracle.score(start, [tokens[0], (tokens[1] + 1) % 384, *tokens[2:]], **formats)
     assert other.margin[0] <= 2 * most
@@ -147,17 +147,18 @@ def test_teacher_forced_equals_incremental(
 def test_formats_change_what_they_should(oracle: Oracle, prompt: list[int]) -> None:
     exact = oracle.logits(prompt)
     keys = oracle.logits(prompt, keys="mxfp4")
-    selection_starts = 4 * (TOPK + 1) - 1  # the first query with more entries than it may select
+    selection_starts = 4 * (TOPK + 1) - 1  # The first query with more entries than it may select.
     assert (keys[:selection_starts] - exact[:selection_starts]).abs().max() < FP32_NOISE
     assert (keys[selection_starts:] - exact[selection_starts:]).abs().max() > 100 * FP32_NOISE
     bf16, fp8 = ((oracle.logits(prompt, rows=r) - exact).abs().mean() for r in ("bf16", "fp8"))
     assert 0 < 5 * bf16 < fp8
-    assert torch.equal(oracle.logits(prompt), exact)  # nothing of a format sticks
+    assert torch.equal(oracle.logits(prompt), exact)  # No format leaves a trace.
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.02, 1.0, 300.0])
 def test_quantisers_agree_with_the_ops(scale: float) -> None:
-    """Two programs from one specification: the ops' rows and keys hold exactly these values."""
+    """The ops' rows and keys hold exactly the values of the fake quantisers, which are a second implementation of
+    SPEC."""
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(500, 512, generator=generator) * scale
     x[:40, ::3] *= 1000.0
@@ -170,7 +171,7 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
     keys = x[:, :128]
     packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), KeyFormat.MXFP4)
     differ = (index_keys.dequantise_keys(packed, scales) != mxfp4_keys(keys)).float().mean()
-    assert differ < 1e-4  # the two transforms add in another order, which moves a value across a rounding edge
+    assert differ < 1e-4  # The two transforms add in different orders, which can move a value across a rounding edge.
 
 
 def test_fp8_rows_keep_the_rope_dims_and_lose_little(tmp_path: Path) -> None:
@@ -182,7 +183,8 @@ def test_fp8_rows_keep_the_rope_dims_and_lose_little(tmp_path: Path) -> None:
 
 
 def test_the_gap_of_the_selection(oracle: Oracle, prompt: list[int]) -> None:
-    """Infinite while all entries are selected: the 17th is complete at position 67. Then a share of the score."""
+    """The gap is infinite while all entries are selected. The 17th entry is complete at position 67, after which the
+    gap is a fraction of the score."""
     gaps = oracle.selection_gap(prompt)
     assert gaps[:67].isinf().all() and gaps[67:].isfinite().all()
     assert (gaps[67:] >= 0).all() and 1e-6 < gaps[67:].median() < 0.5

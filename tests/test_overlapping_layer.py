@@ -1,7 +1,7 @@
-"""One layer's attention with streams that only keep count, on a CPU.
+"""Tests of one layer's attention on a CPU, with fake streams that record ordering.
 
-Every piece of work notes what its stream has seen: a vector clock. A piece comes after another exactly where its stream
-waited for it, directly or through others, whatever the order in which Python launched them.
+Every operation records what its stream has seen as a vector clock. An operation is ordered after another only if its
+stream waited for it, directly or through other streams, whatever the order of Python's calls.
 """
 
 import os
@@ -45,7 +45,7 @@ class Stream:
             self.seen[stream] = max(self.seen.get(stream, 0), count)
 
     def record_event(self) -> "Stream":
-        """What this stream has seen so far."""
+        """Return an event with everything that this stream has seen."""
         event = Stream()
         event.seen = dict(self.seen)
         return event
@@ -54,7 +54,7 @@ class Stream:
 
 
 class Device:
-    """Streams and the work done on them, in place of `torch.cuda`."""
+    """Fake of `torch.cuda` with streams and the work done on them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = Stream()
@@ -109,7 +109,7 @@ def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> 
 def make_backend(
     device: Device, monkeypatch: pytest.MonkeyPatch, ratio: int = 4
 ) -> tuple[HybridCacheBackend, SimpleNamespace]:
-    """The real backend's decode over fake ops, which note themselves under the name of the layer at work."""
+    """Make the real backend's decode over fake ops, which record themselves under the name of the current layer."""
     backend = HybridCacheBackend.__new__(HybridCacheBackend)
     config = DSV4Config.flash()
     spec = next(spec for spec in build_schedule(config) if spec.attn.ratio == ratio)
@@ -177,7 +177,7 @@ def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
             for first in firsts:
                 if then in work and first in work:
                     assert device.ordered(f"{name} {first}", f"{name} {then}"), (first, then)
-    # Memory that the next layer takes again is free by then.
+    # Memory that the next layer reuses is free by then.
     for then in work - {"x"}:
         assert device.ordered("A out", f"B {then}"), then
 
@@ -192,7 +192,7 @@ def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_projections_of_x_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parameters lie in the fused weight, stay there when weights are loaded again, and give the same products."""
+    """The parameters are views of the fused weight, stay so after weights are reloaded, and give the same products."""
     torch.manual_seed(0)
     layer = make_layer(4, [None, None], Device(monkeypatch), "A")
     linears = [layer.compressor.wkv_gate, layer.indexer.compressor.wkv_gate, layer.indexer.weights_proj]
@@ -214,7 +214,8 @@ def test_projections_of_x_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_prefill_leaves_graphs_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded graphs write to addresses: what lies there may not be freed when a longer step needs more."""
+    """Recorded graphs write to fixed addresses, so their buffers stay allocated when a longer step needs larger
+    ones."""
     backend, _ = make_backend(Device(monkeypatch), monkeypatch)
     backend.max_blocks = 64
     backend.init_cuda_graph_state(4, 4)
@@ -229,7 +230,7 @@ def test_a_prefill_leaves_graphs_their_scratch(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_queries_lie_where_their_reader_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads that pad a query are zero in every step: before and after others, within graphs and beside them."""
+    """Padding heads of a query are zero in every step, inside CUDA graphs and outside them."""
     backend, _ = make_backend(Device(monkeypatch), monkeypatch)
     backend.max_blocks, backend.heads = 64, 5
     assert backend.query_buffer(3).shape == (3, 5, 512)
@@ -245,7 +246,7 @@ def test_queries_lie_where_their_reader_takes_them(monkeypatch: pytest.MonkeyPat
 
 
 def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
-    """Run `work(rank)` in forks of this process, which find each other through a file; all must return."""
+    """Run `work(rank)` in forks of this process, which find each other through a file. All of them must succeed."""
     children = []
     for rank in range(count):
         if (child := os.fork()) == 0:
@@ -265,8 +266,8 @@ def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
 def test_parts_of_attention_that_some_processes_have_are_added_up(
     split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four processes of tensor parallelism of which two share a layer's heads, in either way that SGLang has: each has
-    the whole output, which the projection of all heads in one process gives."""
+    """Four tensor-parallel processes, of which two share a layer's heads, each get the whole output. SGLang splits this
+    way with context parallelism and with DP attention."""
     monkeypatch.setattr(deepseek_v4.in_tree, "_FP8_WO_A_GEMM", False)
     spec = TinySpec()
     config = compat.config_class()(**config_json(spec))
@@ -287,7 +288,7 @@ def test_parts_of_attention_that_some_processes_have_are_added_up(
         mine = heads.tensor_split(2, dim=1)[rank % 2]
         out = layer._project_out(LayerOutput(mine, rotated=False), torch.arange(5))
         assert layer.attn_tp_size == 2 and torch.allclose(out, whole, rtol=1e-4, atol=1e-4 * whole.abs().max())
-        # This process's sinks, also when they are loaded again, and room behind them for a kernel of more heads.
+        # The buffer holds this process's sinks, also after a reload, and padding for kernels with more heads.
         for sinks in (torch.arange(config.num_attention_heads), torch.randn(config.num_attention_heads)):
             default_weight_loader(layer.attn_sink, sinks.float())
             own = sinks.float().tensor_split(2)[rank % 2]

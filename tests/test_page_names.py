@@ -1,4 +1,5 @@
-"""The name of a model's pages: whatever changes their bytes changes it, and it has a bounded length."""
+"""Tests of the name of a model's pages: it changes with everything that changes their bytes, and its length is
+bounded."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def model_at(folder: Path) -> Path:
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Three tensors; the middle one begins and ends far from the ends of the file."""
+    """Three tensors. The middle one starts and ends far from the ends of the file."""
     return {name: torch.rand(3 * SAMPLE_STEP // 8) for name in ("a.first", "b.attention", "c.last")}
 
 
@@ -66,7 +67,7 @@ def test_flags_and_formats_are_in_the_name(monkeypatch: pytest.MonkeyPatch, tmp_
     for same in (None, "{}", '{"dsv4_sglang": {"integrity_check": true}}'):
         assert name_of(model, overrides=same) == names[0], "options that change bytes are in the layout"
     names += [name_of(model, overrides='{"rope_theta": 1}'), name_of(model, model_name="n")]
-    # A model that is no folder here is told apart by what it is called.
+    # A model that is not a local folder is identified by its name.
     names += [name_of("org/model"), name_of("org/other"), name_of("org/model", revision="b")]
     assert len(set(names)) == len(names)
     assert names[0].startswith("m-dsv4v4-fp8-mxfp4-")
@@ -117,7 +118,8 @@ def test_weights_are_in_the_name(tmp_path: Path, change: str) -> None:
 
 @pytest.mark.parametrize("archive", [True, False])
 def test_weights_of_torch_are_in_the_name(tmp_path: Path, archive: bool) -> None:
-    """An archive has a checksum of each tensor, so that one element is seen; without it there are samples."""
+    """An archive has a checksum of each tensor, so a change of one element is detected. Without checksums the name uses
+    samples."""
     tensors = weights()
     digests = []
     for changed in (None, 12345 if archive else 0):
@@ -141,7 +143,7 @@ def test_weights_of_a_draft_model_are_in_the_name(tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_hub_is_named_by_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The revision that a branch stood for when it was fetched."""
+    """The name contains the revision that the branch pointed to when it was downloaded."""
     model = model_at(tmp_path / "snapshot")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model / "config.json"))
     before = name_of("org/model")

@@ -1,4 +1,4 @@
-"""`dsv4-sglang plan`: weights against what was measured and what SGLang makes, the cache against a server's sizing."""
+"""Tests of `dsv4-sglang plan`: weights against measurements and SGLang, the cache against a server's sizing."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ from dsv4_sglang.testing import tiny
 
 
 def changed(model: Model, **fields: object) -> Model:
-    """The model with other fields in its config.json; None removes one."""
+    """Return the model with other fields in its config.json; None removes a field."""
     values = {name: value for name, value in {**model.values, **fields}.items() if value is not None}
     return Model(model.name, model.path, json.dumps(values))
 
@@ -61,8 +61,8 @@ FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config
 def prepared() -> Iterator[None]:
     """Prepare this process as the command would, but leave its GPUs visible to other tests.
 
-    SGLang is imported before a command runs: transformers logs to the stderr of its first import for good, and that of
-    a command under CliRunner is read as its output and then closed.
+    SGLang is imported before a command runs. transformers binds its log handler to the stderr of its first import;
+    under CliRunner, that stderr is read as output and then closed.
     """
     importlib.import_module("sglang.srt.models.deepseek_v4")
     with pytest.MonkeyPatch.context() as patch:
@@ -85,12 +85,13 @@ def choice(model: Model = FLASH, gpu: str = "h200", count: int = 2, **others: ob
 
 
 def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
-    """Every tensor of the tiny checkpoint, which is not quantised; SGLang keeps two kinds in another type."""
+    """The count equals every tensor of the tiny model, which is not quantised. SGLang keeps two kinds of tensors in a
+    different type."""
     tiny.make_tiny(tmp_path / "tiny", tiny.TinySpec())
     stored = 0
     for file in (tmp_path / "tiny").glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+            for name in tensors.keys():  # noqa: SIM118  `tensors` is not a dict.
                 tensor = tensors.get_tensor(name)
                 width = 4 if "compressor.norm" in name or "tid2eid" in name else tensor.element_size()
                 stored += tensor.numel() * width
@@ -103,7 +104,8 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "billions"), [(FLASH, 284), (PRO, 1573)], ids=["flash", "pro"])
 def test_parameters_of_the_released_models(model: Model, billions: float) -> None:
-    """284 B and 1.6 T (1.57 T by their config) as published; fp32 parameters count double here, which is little."""
+    """Compare with the published 284 B and 1.6 T (1.57 T by its config). fp32 parameters count twice here, a small
+    error."""
     whole = count_weights(changed(model, quantization_config=None), Split(1), Format.BF16)
     assert (whole.bytes - dict(whole.parts)["RoPE tables"]) / 2e9 == pytest.approx(billions, rel=0.003)
 
@@ -113,7 +115,7 @@ def test_the_configs_are_those_of_the_released_models() -> None:
 
 
 def test_parts_of_a_split_add_up() -> None:
-    """DP attention splits the experts and the output head alone."""
+    """DP attention splits only the experts and the output head."""
     whole, half, ranks = (
         dict(count_weights(FLASH, split, Format.FP4).parts) for split in (Split(1), Split(2), Split(2, 2))
     )
@@ -173,7 +175,7 @@ def test_a_file_that_is_no_snapshot(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "is not a safetensors file: its header cannot be read" in result.output
 
 
-# What was measured; docs/guides/planning.md has some of these distances.
+# Measured servers; docs/guides/planning.md lists some of the differences.
 
 
 @pytest.mark.parametrize(
@@ -190,8 +192,8 @@ def test_loaded_weights(model: Model, split: Split, experts: Format, gib: float,
 
 
 def measured(model: Model, experts: Format, snapshots: int, **others: object) -> Choice:
-    """A launch that was measured. A tenth of its memory was in snapshots, which is more than the default is now, so
-    it has as many as were there. In the first that follows from its tokens; the others' logs say it."""
+    """Return the choice of a measured launch with its number of snapshots. Snapshots took a tenth of the memory, more
+    than today's default. The number follows from the tokens in the first launch and is in the log of the others."""
     return choice(model, experts=experts, options=Options(max_snapshots=snapshots), **others)
 
 
@@ -220,7 +222,8 @@ def test_memory_for_the_cache_on_one_gpu() -> None:
 
 
 def test_what_the_log_of_the_run_with_speculation_said() -> None:
-    """The draft model took 0.08 GiB; slots and snapshots of these sizes, and with the blocks 79.131 GiB in all."""
+    """The log gives 0.08 GiB for the draft model, the sizes of a slot and a snapshot, and 79.131 GiB with the
+    blocks."""
     draft = draft_of(EAGLE.model, Split(1), Format.FP8)
     assert (draft.layer + draft.until_shared) / GIB == pytest.approx(0.08, abs=0.005)
     made = plan(EAGLE)
@@ -231,8 +234,8 @@ def test_what_the_log_of_the_run_with_speculation_said() -> None:
 
 @pytest.mark.parametrize("block", [5, 7])
 def test_dspark(block: int) -> None:
-    """Slots as wide as for EAGLE with as many tokens, and rings of three stages in the place of a NextN layer's one.
-    A server had 8,200,064 bytes."""
+    """Slots are as wide as for EAGLE with as many tokens, and have rings of three stages instead of one NextN layer. A
+    server logged 8,200,064 bytes per slot."""
     made, eagle = (plan(choice(model, draft_tokens=block + 1)) for model in (DSPARK, FLASH))
     rows = (block + 1) + (block + 1) % 2 + 128
     ring = eagle.layout.schemas[0].kv_format.row_bytes * rows
@@ -251,8 +254,8 @@ def test_dspark(block: int) -> None:
     [("h200", 2, 1, 256, 8192), ("h200", 8, 1, 4096, 2048), ("h200", 8, 8, 2048, 8192), ("b200", 4, 2, 4096, 2048)],
 )
 def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: int, running: int, chunk: int) -> None:
-    """The estimates are SGLang's own, of either release. Without a GPU it does not know how large a batch it would
-    capture, so that is given."""
+    """The estimates equal SGLang's in either release. The capture batch size is given, because SGLang cannot know it
+    without a GPU."""
     given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=chunk, draft_tokens=4)
     server_args, *_ = ask_sglang.resolved_flags(
         FLASH.text,
@@ -274,7 +277,7 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
             server_args.pre_capture_activation_reserve_mb(gpu_mib),
         )
     assert graph_bytes(given) == graphs * 2**20
-    if dp == 1:  # SGLang has divided the chunk by the ranks; here it is that of all of them
+    if dp == 1:  # SGLang has divided the chunk by the ranks; here it is the chunk of all ranks.
         assert activation_bytes(given) == activations * 2**20
 
 
@@ -288,7 +291,7 @@ HELD = re.compile(
 
 
 def recipes() -> list[tuple[str, str, str]]:
-    """(GPUs as the tables name them, arguments of `plan`, command) of each recipe of the page."""
+    """Return (GPUs as the tables name them, arguments of `plan`, command) for each recipe of the page."""
     plain = RECIPES.replace(" \\\n", "")
     return re.findall(
         r"^(.*\d [HB]200):\n\n    dsv4-sglang plan (.*)\n    (dsv4-sglang serve .*)$", plain, re.MULTILINE
@@ -345,11 +348,11 @@ def test_the_parts_are_the_memory_of_a_gpu(gpu: str, drafts: int) -> None:
     assert sum(part.bytes for part in made.parts) == GPUS[gpu].memory
     assert all(part.bytes > 0 for part in made.parts)
     within = sum(part.bytes for part in made.parts if part.group not in ("graphs", "reserve"))
-    if drafts:  # What the draft model gives back once the cache is there, the fraction counted.
+    if drafts:  # The draft model frees this once the cache is allocated, after the fraction was computed.
         within += draft_of(FLASH, Split(4), Format.FP4).until_shared
     fraction = within / (GPUS[gpu].memory - made.parts[-3].bytes)
     assert made.parts[-3].name == "context, NCCL"
-    # Whole blocks: up to two are left over.
+    # Blocks are whole, so up to two may be left over.
     assert 0 <= 0.85 - fraction < 3 * made.layout.block_bytes / within
 
 
@@ -371,7 +374,7 @@ def test_more_holds_more() -> None:
 
 
 def test_replicas_of_dp_attention_have_a_cache_each() -> None:
-    """A replica is sized as a server of its own with its share of the requests and of a step, and more weights."""
+    """A replica is sized as a server of its own, with its share of requests and step tokens, and more weights."""
     made, plain = plan(choice(count=8, dp=4)), plan(choice(count=8))
     assert (made.demand.running, made.demand.staging) == (64, 16)
     assert made.total_tokens == 4 * made.tokens and made.snapshots == 4 * made.demand.snapshots
@@ -426,7 +429,7 @@ def test_neighbours_differ_in_one_thing() -> None:
 
 
 def test_neighbours_of_a_model_with_a_dspark_head() -> None:
-    """The other way to draft is not for its snapshot, and replicas of DP attention are rejected with this one."""
+    """EAGLE is rejected for a model with a DSPARK head, and DSPARK is rejected with DP attention."""
     plain = choice(DSPARK, count=4)
     changes = dict(others(plain))
     assert changes["--speculative-algorithm DSPARK"] == replace(plain, draft_tokens=6)
@@ -455,11 +458,11 @@ def test_what_is_printed() -> None:
 
 
 def test_sglangs_own_cache_is_compared() -> None:
-    """Its tokens are those that its configurator gives with the flags of the command, and add up over ranks."""
+    """The tokens are those that SGLang's configurator gives with the same flags, summed over ranks."""
     made, ranks = plan(choice(count=8)), plan(choice(count=8, dp=8))
     token_bytes = {"0.5.17": 7705.45, "0.5.23": 7086.75}[compat.sglang_version()]
     for size, caches, requests in ((made, 1, 256), (ranks, 8, 32)):
-        state = (requests + 3) * 128 * 2 * 512 * 4 * 20  # raw HCA state in 20 layers, with SGLang's padding
+        state = (requests + 3) * 128 * 2 * 512 * 4 * 20  # Raw HCA state in 20 layers, with SGLang's padding.
         expected = (size.available_gib * GIB - state) / token_bytes
         assert size.in_tree_tokens is not None
         assert size.in_tree_tokens / caches == pytest.approx(expected, rel=1e-3)
@@ -508,7 +511,7 @@ def test_long_contexts_are_counted_as_whole_requests() -> None:
 
 
 def test_a_recommendation_that_needs_another_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """V4-Pro with four ranks on 8 H200 wants more than 85 %, and V4-Flash on H100 less."""
+    """V4-Pro on four of 8 H200 needs a memory fraction above 85 %, V4-Flash on H100 one below."""
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
     made = recommend(choice(PRO, count=8), "throughput").choice
     assert (made.tp, made.dp, made.mem_fraction) == (8, 4, 0.88)
@@ -559,7 +562,7 @@ def test_several_servers_are_named() -> None:
 
 
 def test_the_command_runs_without_noise(tmp_path: Path) -> None:
-    """As a user starts it: SGLang is imported by this process, and logs nothing."""
+    """Run the command as a user does: the process imports SGLang, which logs nothing."""
     tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
     words = ("plan", "--gpu", "12", "--count", "1", "--context", "4096", "--model", str(tmp_path / "mine"))
     done = subprocess.run(

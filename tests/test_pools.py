@@ -1,4 +1,4 @@
-"""`PagedKVPool`, `StateCachePool` and their views: shapes, bytes, and that every view is the same memory."""
+"""Tests of `PagedKVPool`, `StateCachePool` and their views: shapes, bytes, and shared memory."""
 
 import itertools
 from collections.abc import Sequence
@@ -44,13 +44,13 @@ def values(*shape: int) -> Tensor:
 
 
 def dequantised(fp8: Tensor, rope: Tensor, inv_scale: Tensor) -> Tensor:
-    """What a user of the split views computes."""
+    """Dequantise through the split views, as a user does."""
     return torch.cat([fp8.view(torch.float8_e4m3fn).float() * inv_scale.float()[..., None], rope.float()], -1)
 
 
 @pytest.mark.parametrize(("kind", "per_block"), [(CSA, 32), (HCA, 1)])
 def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) -> None:
-    """Rows written through the table are read through the split views, in place, and the other way round."""
+    """Rows written through the table are read in place through the split views, and the reverse."""
     pool = PagedKVPool(schema(kind), 5, device)
     assert pool.entries.shape == ((5, 32, 584) if kind is CSA else (1, 5, 584))
     assert pool.entries_fp8.shape == (5, per_block, 448)
@@ -80,7 +80,8 @@ def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) 
 
 
 def test_rows_do_not_overlap() -> None:
-    """Each byte of a block belongs to one row: data at n * 576, exponents behind all data (FlashMLA's layout)."""
+    """Each byte of a block belongs to one row: data starts at n * 576, exponents follow all data (FlashMLA's
+    layout)."""
     pool = PagedKVPool(schema(CSA), 2, "cpu")
     block = torch.arange(2)[:, None] * 32 * 584
     row = torch.arange(32)
@@ -149,7 +150,7 @@ def test_block_padding_only_on_sm100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With padding between blocks the views still meet the right rows, and the padding counts as memory."""
+    """With padding between blocks the views address the right rows, and the padding counts as memory."""
     monkeypatch.setattr(kv_entries, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
     pool, state = PagedKVPool(schema(CSA), 3, "cpu"), StateCachePool(schema(SWA), 3, "cpu")
     assert pool.memory_bytes() == 3 * (19008 + 32 * 72)
@@ -200,7 +201,7 @@ def test_state_views(device: torch.device, kind: AttentionType, form: str) -> No
             continue
         assert (view.shape, view.dtype) == ((3, *expected[name]), torch.float32), name
         assert within(view, pool.compressor_state), name
-    # Together the views cover the compressor state once.
+    # Together the views cover the compressor state exactly once.
     for number, name in enumerate(expected):
         getattr(pool, name).fill_(number + 1.0)
     if pool.compressor_state is not None:
@@ -215,7 +216,7 @@ def test_an_hca_layer_has_raw_tails_by_default() -> None:
 
 
 def test_csa_tail_rows() -> None:
-    """The row numbers that the ops use: 4 current k, 4 current z, 8 previous k, 8 previous z."""
+    """The ops use 4 rows of current k, 4 of current z, 8 of previous k and 8 of previous z."""
     pool = StateCachePool(schema(CSA), 1, "cpu")
     pool.compressor_state.copy_(torch.arange(24.0)[None, :, None].expand(1, 24, 640))
     pool.compressor_state[..., 512:] += 100
@@ -255,7 +256,7 @@ def test_storage_is_one_tensor_for_all_layers() -> None:
 
 
 def fill(tensors: list[Tensor], slot_dim: int) -> None:
-    """Different bytes in every slot."""
+    """Write different bytes to every slot."""
     for tensor in tensors:
         for slot in range(tensor.shape[slot_dim]):
             tensor.select(slot_dim, slot).fill_(slot + 1)

@@ -1,4 +1,4 @@
-"""Ports of servers that start beside others."""
+"""Tests of port reservation for servers that start concurrently."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ with ports.reserved() as port:
 
 
 def keeper(first: int) -> subprocess.Popen[str]:
-    """A process that takes the ports from `first` on and keeps them."""
+    """Start a process that reserves the ports from `first` on and keeps them."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", KEEPER, str(first)], text=True, **pipes)
 
 
 def test_ports_are_of_one_process_until_it_ends(only_ports: int) -> None:
-    """However it ends."""
+    """A port stays reserved until its process ends, however it ends."""
     with ports.reserved() as first:
         assert first == only_ports
         with pytest.raises(OSError, match="no ports are left"), ports.reserved():
@@ -56,9 +56,9 @@ def test_ports_that_somebody_uses_are_not_given(only_ports: int, offset: int) ->
 
 
 def test_ports_that_sglang_derives_are_looked_at() -> None:
-    """Of DP attention, which has most."""
+    """Use DP attention, which derives the most ports."""
     with ports.reserved() as first:
-        args = ServerArgs.__new__(ServerArgs)  # without the checks of a model
+        args = ServerArgs.__new__(ServerArgs)  # Skips the checks of a model.
         values = dict(zip(*[iter(ports.flags(first))] * 2, strict=True))
         args.port, args.nccl_port = int(values["--port"]), int(values["--nccl-port"])
         args.enable_dp_attention = True

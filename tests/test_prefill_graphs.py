@@ -1,4 +1,4 @@
-"""Prefill steps in CUDA graphs: the metadata that a graph derives is that of an eager step, whatever the batch."""
+"""Tests of prefill in CUDA graphs: a graph derives the same metadata as an eager step for any batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa
 
 
 class Batch:
-    """A prefill batch in SGLang's tables: request i has `prefixes[i]` tokens in the cache and `chunks[i]` new ones."""
+    """Prefill batch in SGLang's tables: request i has `prefixes[i]` cached tokens and `chunks[i]` new ones."""
 
     def __init__(self, prefixes: list[int], chunks: list[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ class Batch:
         self.positions = torch.cat([torch.arange(a, a + b) for a, b in zip(prefixes, chunks)])
         owner = torch.repeat_interleave(self.requests, self.chunk_lens)
         self.out_loc = self.req_to_token[owner, self.positions].long()
-        # A snapshot at each multiple of 128 that a request passes, in the order of the requests.
+        # Each request takes a snapshot at every multiple of 128 that it passes, in the order of the requests.
         due = [[at for at in range(BLOCK, end + 1, BLOCK) if at > a] for a, end in zip(prefixes, self.lengths)]
         self.due = sum(map(len, due))
         most = max(1, *map(len, due)) if n > 1 else max(1, len(due[0]))
@@ -90,7 +90,8 @@ def batches() -> st.SearchStrategy[Batch]:
 
 
 def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: PrefillBuffers) -> None:
-    """The tokens of the batch have the eager step's metadata; padding tokens see nothing and write nothing."""
+    """Check that the tokens of the batch have the eager step's metadata, and that padding tokens see and write
+    nothing."""
     n, requests, tokens = len(batch.out_loc), len(batch.requests), len(step.positions)
     for name in PER_TOKEN:
         assert torch.equal(getattr(step, name)[:n], getattr(expected, name)), name
@@ -115,7 +116,7 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
 @settings(deadline=None)
 @given(st.lists(batches(), min_size=1, max_size=3), st.data())
 def test_recorded_metadata_equals_eager(found, data):
-    """Batches one after the other in the same buffers: nothing of one is left for the next."""
+    """Batches that reuse the same buffers do not affect each other."""
     buffers = make_buffers()
     for batch in found:
         tokens = data.draw(st.integers(len(batch.out_loc), TOKENS))
@@ -133,7 +134,7 @@ def test_first_tokens_leave_padding_out():
 
 @pytest.mark.parametrize("tokens", [TOKENS, 300])
 def test_empty_batch_is_padding_alone(tokens):
-    """Graphs are recorded with such a batch."""
+    """Graphs are recorded with an empty batch."""
     buffers = make_buffers()
     buffers.track_slots.fill_(-1)
     out_loc = torch.zeros(tokens, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A hypothesis state machine over tree, slots and allocators, and the same steps at random in bulk."""
+"""Hypothesis state machine over tree, slots and allocators, and a long run of the same random steps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=60, 
 
 
 def random_step(server: MiniServer, rng: random.Random) -> None:
-    """One step of a server; busy ones drain, so that flushes happen too."""
+    """Run one random step of a server. A busy server drains at times, so that flushes happen too."""
     kind = rng.random()
     some = rng.choice(server.running) if server.running else None
     if some is None or (kind < 0.25 and len(server.running) < 6):
@@ -104,7 +104,7 @@ def random_step(server: MiniServer, rng: random.Random) -> None:
 
 @pytest.mark.slow
 def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
-    """10^5 steps in all, TIMES as many; every state is checked."""
+    """Check every state in 10^5 steps, scaled by TIMES."""
     for seed in range(50 * TIMES):
         rng = random.Random(seed)
         server = MiniServer(

@@ -1,4 +1,4 @@
-"""What the eviction policy keeps when more is asked for than fits, by the simulation of `benchmarks/`."""
+"""Tests of what the eviction policy keeps under memory pressure, with the simulation of `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 
 def hits(turns: Iterable[Turn], tokens: int, registry: type[SnapshotRegistry] = SnapshotRegistry) -> float:
-    """Share of an infinite cache's hits in a pool of that many tokens with enough snapshots."""
+    """Return the fraction of an infinite cache's hits in a pool of `tokens` tokens with enough snapshots."""
     simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, registry=registry)
     simulation.run(turns)
     return simulation.hit_tokens / simulation.ideal_tokens
 
 
 def agents(active: int, visits: int) -> tuple[list[Turn], int]:
-    """Turns of conversations that come back after times of any length, and the tokens that are alive in the end."""
+    """Return turns of conversations with random reuse intervals, and the number of live tokens at the end."""
     turns = load(active, visits, systems=(BLOCK,), tokens=(4_000, 40_000), generate=(8, 64))
     ends = {turn.conversation: turn.end for turn in turns}
     return turns, sum(list(ends.values())[-active:])
@@ -52,7 +52,7 @@ def test_about_what_a_cache_may_expect_that_cannot_know_who_comes_next() -> None
 
 
 def test_twice_and_ten_times_what_fits_degrade_smoothly() -> None:
-    """About the share that fits, where the least recently used are always gone before their turn."""
+    """The hit rate is about the fraction that fits, while LRU evicts conversations just before their next turn."""
     turns, live = agents(400, 5)
     assert hits(turns, live // 2) > 0.45
     assert hits(turns, live // 10) > 0.05
@@ -66,8 +66,8 @@ def test_a_loop_over_more_than_fits_keeps_hitting() -> None:
 
 
 def test_a_loop_that_grows_beyond_what_fits_keeps_hitting() -> None:
-    """40 conversations that fit, in turn, then 100 of which half fits: where waits are known of those alone that were
-    used in time, each is given up before its turn, and none is used in time again."""
+    """Grow from 40 conversations that fit to 100 of which half fit. Without ghost hits the estimated reuse interval
+    stays too short and every conversation is evicted just before it is reused."""
     few, many = (rounds(count, 10_000, visits) for count, visits in ((40, 3), (100, 4)))
     simulation = Simulation(500_000 // BLOCK, 500_000 // 2048, INTERVAL, concurrency=1)
     simulation.run(few)
@@ -77,8 +77,8 @@ def test_a_loop_that_grows_beyond_what_fits_keeps_hitting() -> None:
 
 
 def test_marks_of_paths() -> None:
-    """Equal for equal paths of one name space, whatever comes behind; of paths that differ in a token, or in the order
-    of tokens or of blocks, all from there on differ."""
+    """Hashes are equal for equal paths of one name space, whatever follows. From the first differing token on, or after
+    a swap of tokens or blocks, all hashes differ."""
     tokens = array("q", (7 * i % 1009 for i in range(5 * BLOCK + 3)))
     hashes = path_hashes(tokens, None)
     assert len(hashes) == 5 and not len(path_hashes(tokens[: BLOCK - 1], None))
@@ -94,7 +94,7 @@ def test_marks_of_paths() -> None:
 
 
 def test_new_conversations_get_in_where_old_ones_are_over() -> None:
-    """The same load again, of other conversations: the first ones are never used again."""
+    """Repeat the same load with new conversations: the first ones are never reused."""
     turns, live = agents(150, 5)
     simulation = Simulation(live // BLOCK, live // 2048, INTERVAL)
     simulation.run(turns)
@@ -104,8 +104,8 @@ def test_new_conversations_get_in_where_old_ones_are_over() -> None:
 
 
 def test_a_new_mean_interval_counts_as_a_change() -> None:
-    """`mean_interval` orders the branches that were never reused, so a caller that caches an order by `changes` must
-    see each new estimate: after a use, a removal, and a ghost hit."""
+    """`mean_interval` orders the branches that were never reused. A caller that caches an order by `changes` must see
+    each new estimate: after a use, a removal, and a ghost hit."""
     registry = SnapshotRegistry(4)
 
     def use() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots on SGLang's own tree, through the calls of its scheduler, without a server."""
+"""Tests of snapshots on SGLang's own tree, through the calls of its scheduler, without a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(server: TreeServer, keys: list[int], tail: int = 1, decode: int = 0) -> int:
-    """Serve one request; the tokens it resumed from."""
+    """Serve one request and return the number of tokens that it resumed from."""
     request = server.admit(keys, tail)
     assert request is not None
     resumed = len(request.prefix_indices)
@@ -47,7 +47,8 @@ def test_the_end_of_a_prompt_may_lie_in_the_chunk_before_the_last(chunk: int) ->
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 30])
 def test_a_prompt_on_the_grid_computes_its_last_block_again(chunk: int) -> None:
-    """One token at least is computed, so its second run ends a block earlier; the next turn at its end."""
+    """At least one token must be computed, so a second run of the same prompt resumes one block before its end. A
+    longer prompt resumes at its end."""
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=chunk)
     run(server, list(range(5)), tail=0)
     assert run(server, list(range(5)), tail=0) == 4 * BLOCK
@@ -73,8 +74,8 @@ def test_a_branch_point_gets_a_snapshot_of_its_own() -> None:
 
 @pytest.mark.parametrize("tail", [127, 0, 1, 2, 3])
 def test_a_branch_point_keeps_its_snapshot_where_steps_overlap(tail: int) -> None:
-    """The first decode step is planned before the result of the prefill, which inserts its snapshots, is processed:
-    that step must drop nothing but what decode took, wherever in a block the prompt ends."""
+    """The first decode step is planned before the result of the prefill is processed, which inserts its snapshots. That
+    step must drop only snapshots of decode steps, wherever in a block the prompt ends."""
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     run(server, list(range(10)))
     request = server.admit([*range(6), 40, 41], tail)
@@ -118,7 +119,7 @@ def test_a_retracted_request_resumes_from_its_rolling_snapshot() -> None:
 
 
 def test_a_pause_that_retracts_keeps_the_prompt_only() -> None:
-    """New weights may follow."""
+    """The weights may change during the pause, so the generated tokens are not kept."""
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     request = server.admit([1, 2, 3], tail=0)
     assert request is not None
@@ -155,7 +156,7 @@ def test_evicted_snapshots_are_counted_by_reason(blocks: int, slots: int, reason
 
 
 def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
-    """The two hooks together: a flag that one sets and the other uses up."""
+    """Test both hooks together: the first sets a flag that the second consumes."""
     from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
     inserted = []
@@ -166,7 +167,7 @@ def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
     def release_req(batch: SimpleNamespace, index: int, left: int, args: object) -> None:
         snapshot_schedule.keep_on_retraction(release_kv_cache, batch.reqs[index], tree, is_insert=False)
 
-    # Newer releases insert what a request leaves in a call of its own.
+    # Newer releases insert a retracted request's tokens in a separate call.
     tree = SimpleNamespace(checkpoint=lambda req, up_to: inserted.append("checkpoint"))
     req = SimpleNamespace(kv=SimpleNamespace(holds_kv=True), refresh_fill_ids=lambda: None, owned_kv_len=lambda: BLOCK)
     snapshot_schedule.retract_for_memory(release_req, SimpleNamespace(reqs=[None, req]), 1, 0, None)
@@ -176,7 +177,7 @@ def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
 
 
 def test_the_step_past_the_end_leaves_nothing() -> None:
-    """Overlap scheduling runs one step more than a request has: a snapshot of that step is given back."""
+    """Overlap scheduling runs one step past the end of a request. The snapshot of that step is freed."""
     server = TreeServer(blocks=64, snapshots=20, interval=30)
     request = server.admit([1, 2, 3], tail=0)
     assert request is not None
@@ -214,7 +215,7 @@ def test_snapshots_run_out_without_an_error() -> None:
     assert first is not None and second is not None
     server.prefill_all(first)
     server.prefill_all(second)
-    # Both prompts hold theirs: the third takes none, and is served.
+    # Both prompts hold their snapshots, so the third request gets none but is served.
     assert run(server, [7, 8, 9]) == 0
     assert run(server, [7, 8, 9]) == 0
     assert server.component.metrics.total("snapshots_skipped") > 0
@@ -226,7 +227,7 @@ def test_snapshots_run_out_without_an_error() -> None:
 
 
 def test_asking_for_live_slots_costs_no_snapshot() -> None:
-    """SGLang asks the tree for three live slots a new request; a snapshot would not give it one."""
+    """SGLang asks the tree for three live slots per new request. Evicting a snapshot would not free a live slot."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     server = TreeServer(blocks=64, snapshots=20)
@@ -236,7 +237,7 @@ def test_asking_for_live_slots_costs_no_snapshot() -> None:
 
 
 def test_what_is_evicted_is_freed_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many blocks a list of slots has, the device would have to say: `unique` waits for it."""
+    """Freeing must not call `unique` on the slots to count blocks, because that synchronises with the device."""
     server = TreeServer(blocks=12, snapshots=20, interval=1, chunk=2)
     run(server, [1, 2, 3, 4])
     assert len(server.component.slots.nodes) > 1
@@ -260,14 +261,14 @@ def test_blocks_without_a_snapshot_go_first() -> None:
 
 
 def test_a_loop_over_more_than_fits_keeps_hitting_a_part() -> None:
-    """Least recently used would miss every time."""
+    """LRU would miss every time."""
     server = TreeServer(blocks=50, snapshots=40, interval=30, chunk=30)
     hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(6) for c in range(8)]
     assert sum(hit > 0 for hit in hits[8:]) >= 12
 
 
 def test_a_loop_that_grows_beyond_what_fits_keeps_hitting_a_part() -> None:
-    """Lines that are given up before their turn are known again when it comes."""
+    """Conversations that return after their eviction count as ghost hits."""
     server = TreeServer(blocks=50, snapshots=40, interval=30, chunk=30)
     for _ in range(3):
         for c in range(4):
@@ -277,7 +278,7 @@ def test_a_loop_that_grows_beyond_what_fits_keeps_hitting_a_part() -> None:
 
 
 def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
-    """The registry of after the flush counts its changes from 0 and comes past the counts of the one before."""
+    """The new registry counts its changes from 0 after the flush and may reach the old counts."""
 
     def priorities(order: LeafOrder) -> list[tuple[float, float]]:
         return [order.get_priority(node) for _, node in sorted(server.component.slots.nodes.items())]
@@ -296,12 +297,12 @@ def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
 
 
 def test_an_idle_server_spends_little_time_on_checks_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check finds what is wrong; the next comes when a hundred times its time has passed."""
+    """A check detects a broken tree. The next check runs after a hundred times the duration of the last one."""
     server, now = TreeServer(blocks=64, snapshots=20), 1000.0
 
     def clock() -> float:
         nonlocal now
-        now += 0.5  # so much passes in a check
+        now += 0.5  # Duration of a check.
         return now
 
     monkeypatch.setattr(cache_module.time, "monotonic", clock)
@@ -360,13 +361,13 @@ def test_what_is_counted() -> None:
     metrics = server.component.metrics
     count = metrics.total
     assert (count("hit_tokens"), count("lost_tokens")) == (0, 2 * BLOCK), "no snapshot at the branch yet"
-    # Ends of both prompts, and the branch.
+    # The ends of both prompts, and the branch.
     assert (count("snapshots_taken"), metrics.held, count("snapshot_copied_bytes")) == (3, 3, 30)
     run(server, [1, 2, 5], decode=1)
     assert (count("hit_tokens", "device"), count("snapshots_resumed")) == (2 * BLOCK, 1)
-    # Its prompt's end and a rolling one: both took a slot from another.
+    # The end of the prompt and a rolling snapshot each evicted a snapshot.
     assert (count("snapshots_taken"), count("snapshots_evicted", "slots"), count("snapshots_evicted")) == (5, 2, 2)
-    # Decode copies inside its graph, where no time is taken.
+    # Decode copies inside its CUDA graph, where copies are not timed.
     assert (count("snapshot_copied_bytes"), count("snapshot_timed_bytes")) == (60, 50)
     assert "of which prefill steps" in str(metrics)
 
@@ -387,7 +388,7 @@ def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
 
 
 def hits_of_both_trees(blocks: int, snapshots: int) -> tuple[list[int], list[int]]:
-    """Tokens resumed from, request by request, on the simulation's tree and on SGLang's."""
+    """Return the tokens resumed from, by request, on the simulation's tree and on SGLang's."""
     rng = random.Random(5)
     small, real = MiniServer(blocks, snapshots, interval=4, chunk=50), TreeServer(blocks, snapshots, 4, 50)
     lines: list[list[int]] = []
@@ -399,7 +400,7 @@ def hits_of_both_trees(blocks: int, snapshots: int) -> tuple[list[int], list[int
         mini = small.admit([*keys, -1 - len(lines)])
         assert mini is not None
         hits[0].append(mini.computed * BLOCK)
-        mini.prompt -= 1  # the tail: less than a block, in no tree
+        mini.prompt -= 1  # Drop the last key, which stands for a part of a block and is in no tree.
         small.finish(mini)
         hits[1].append(run(real, keys))
     return hits
@@ -408,6 +409,6 @@ def hits_of_both_trees(blocks: int, snapshots: int) -> tuple[list[int], list[int
 def test_the_simulation_and_sglangs_tree_agree() -> None:
     small, real = hits_of_both_trees(blocks=2000, snapshots=1000)
     assert small == real
-    # Under pressure ties are broken by slot numbers, which differ.
+    # Under memory pressure, ties are broken by slot numbers, which differ.
     small, real = hits_of_both_trees(blocks=200, snapshots=60)
     assert abs(sum(small) - sum(real)) < 0.03 * sum(small)

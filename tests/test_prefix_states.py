@@ -1,12 +1,12 @@
-"""Snapshots in the state pool: what is copied, and that a layer goes on from one as if it had not been
-interrupted."""
+"""Tests of snapshots in the state pool: the copied bytes, and that a layer resumed from a snapshot continues as if it
+had not been interrupted."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
+import dsv4_sglang.ops  # noqa: F401  Registers torch.ops.dsv4_sglang.
 from dsv4_sglang.cache import CacheLayout, StateStorage
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
@@ -48,7 +48,8 @@ def fill(state: StateStorage, slot: int, seed: int) -> None:
 def test_a_state_goes_to_a_snapshot_and_back(
     dtype: torch.dtype, draft_tokens: int, ring_rows: int, compressor_state_rows: int, kept: tuple[int, int]
 ) -> None:
-    """`kept`: first of the four rows of the previous stream's k and of its z, those of positions 124 .. 127 mod 128."""
+    """`kept` holds the first of the four rows of the previous stream's k and of its z, for positions 124 .. 127 mod
+    128."""
     state = make_pool(dtype, draft_tokens).storage
     assert (
         state.rings.shape[2] == ring_rows
@@ -61,7 +62,7 @@ def test_a_state_goes_to_a_snapshot_and_back(
         state.compressor_states[AttentionType.CSA].clone(),
         state.compressor_states[AttentionType.HCA].clone(),
     )
-    # Slot 2 and staging slot 4 are stored; -1 and snapshot 0 skip.
+    # Slot 2 and staging slot 4 are stored. -1 and snapshot 0 are skipped.
     state.store(ids(2, 4, -1, 3), ids(3, 1, 2, 0))
     for tensor, old in zip((state.rings, *state.compressor_states.values()), before):
         assert torch.equal(tensor, old), "storing changed a live slot"
@@ -115,7 +116,7 @@ def test_copies_are_timed_without_waiting(device: torch.device) -> None:
 
 
 class LateEvent:
-    """An event of a device that is `BEHIND` records behind the host; `made` of them exist."""
+    """Event of a fake device that runs `BEHIND` records behind the host. `made` counts the events."""
 
     BEHIND = 6
     made = recorded = 0
@@ -136,7 +137,8 @@ class LateEvent:
 
 
 def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first process of tensor parallelism publishes its counters."""
+    """The number of events is bounded in processes that never read the timer. Only the first tensor-parallel process
+    publishes its counters."""
     monkeypatch.setattr(metrics, "_event", LateEvent)
     monkeypatch.setattr(LateEvent, "made", 0)
     monkeypatch.setattr(LateEvent, "recorded", 0)
@@ -157,14 +159,15 @@ def test_bytes_are_those_allocated() -> None:
     assert pool.bytes == sum(allocated.values()) == sum(part.bytes for part in counted)
 
 
-# A layer that resumes from a snapshot, against the same layer uninterrupted.
+# Compare a layer that resumes from a snapshot with the same layer uninterrupted.
 
+# TOKENS is the length of the uninterrupted request, RESUME is the position at which the other request resumes, and
+# WRITTEN is the length of the request that left the snapshot.
 TOKENS, RESUME, WRITTEN = 400, 256, 300
-"""The uninterrupted request; where the other resumes; how far the one ran that left the snapshot."""
 
 
 class ResumedLayer:
-    """One layer of each kind over the pools, fp32 all through. `fault` is what goes wrong between two requests."""
+    """One layer of each kind over the pools, in fp32. `fault` names the fault injected between two requests."""
 
     def __init__(self, ratio: int) -> None:
         config = DSV4Config.flash()
@@ -193,7 +196,7 @@ class ResumedLayer:
         return entries, torch.zeros(4, 32, 128)
 
     def step(self, slot: int, begin: int, end: int, tables: tuple[torch.Tensor, torch.Tensor], track: int = -1) -> None:
-        """Tokens [begin, end) of the request in `slot`; `track`: the staging slot of its snapshot at RESUME."""
+        """Run tokens [begin, end) of the request in `slot`. `track` is the staging slot of its snapshot at RESUME."""
         n, csa = end - begin, self.ratio == 4
         at = torch.arange(begin, end)
         tracked = torch.where((at >= RESUME - 128) & (at < RESUME), track, -1).to(torch.int32)
@@ -228,7 +231,7 @@ class ResumedLayer:
         )
 
     def resumed(self, fault: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Entries, index keys and ring of a request of TOKENS tokens that resumes at RESUME."""
+        """Return the entries, index keys and ring of a request of TOKENS tokens that resumes at RESUME."""
         tables = self.tables()
         fill(self.state, 3, 5)
         self.step(1, 0, WRITTEN, tables, track=self.pool.size + 1)
@@ -242,7 +245,7 @@ class ResumedLayer:
             kept[..., 512:] = 0
         if fault != "a slot not loaded":
             self.state.load(ids(1), ids(3))
-        # The blocks that the first request wrote behind the snapshot are not shared.
+        # The blocks that the first request wrote after the snapshot are not shared.
         if self.ratio == 4:
             tables[0][2:], tables[1][2:] = 0, 0
         elif self.ratio:
@@ -272,7 +275,7 @@ def test_a_resumed_layer_writes_what_an_uninterrupted_one_writes(ratio: int) -> 
 @pytest.mark.parametrize(
     ("fault", "entries", "keys"),
     [
-        # Entry 256 / 4 pools the four rows before it, and is wrong for good.
+        # Entry 256 / 4 pools the four rows before it, and stays wrong.
         ("previous rows dropped", [64], []),
         ("indexer compressor state dropped", [], [64]),
         ("a slot not loaded", [64], [64]),
@@ -289,7 +292,7 @@ def test_a_damaged_snapshot_damages_what_it_must(fault: str, entries: list[int],
 
 @pytest.mark.parametrize("fault", ["a slot not loaded", "the state at the end"])
 def test_the_window_of_a_resumed_request_comes_from_its_snapshot(fault: str) -> None:
-    """The ring of a request that ran 20 tokens still holds 108 rows from before."""
+    """The ring of a request that ran 20 tokens after the snapshot still holds 108 older rows."""
     layer = ResumedLayer(0)
     tables = layer.tables()
     fill(layer.state, 3, 5)

@@ -1,4 +1,4 @@
-"""The trace generator, and the replayer against a small HTTP server whose cache is known."""
+"""Tests of the trace generator, and of the replayer against a small HTTP server with a known cache."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_ideal_counts_what_earlier_turns_left() -> None:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers /generate; caches the last `capacity` sequences, or all."""
+    """Fake server that answers /generate and caches the last `capacity` sequences, or all."""
 
     def __init__(self, wrong_when_cached: bool = False, capacity: int = 10**6) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -142,7 +142,7 @@ def _client(server: FakeServer) -> Client:
 
 
 def test_an_infinite_cache_hits_the_ideal(server: FakeServer) -> None:
-    """With one request at a time, cached tokens are exactly what `Ideal` says: each checks the other."""
+    """With one request at a time, the cached tokens equal those of `Ideal`."""
     replay = Replay(_client(server), concurrency=1, vocab=60_000, sample=0.2)
     served = replay.run(list(trace(SMALL))[:40])
     assert [s.cached for s in served] == [s.ideal for s in served]
@@ -177,7 +177,8 @@ def test_the_command_reports_each_round_and_the_working_set(
     assert (first["part"], second["part"], second["live_tokens"]) == ("round 1", "round 2", 3 * 2 * 216)
     prefix_trace.main(["working-set", "--url", url, "--tokens", "200", "--steps", "2", "4"])
     _, result = map(json.loads, capsys.readouterr().out.splitlines())
-    # Filled with 200 tokens and one of an answer; two conversations visited twice more, two once, 216 tokens each time.
+    # The cache is filled with sequences of 200 tokens and one answer token. Two conversations are visited twice more
+    # and two once, with 216 tokens each time.
     assert result["live_tokens"] == 4 * 201 + 2 * 2 * 216 + 2 * 216
     prefix_trace.main(["trace", "--url", url, "--active", "2", "3", "--visits", "2", "1", "--longest", "3000"])
     two, three = map(json.loads, capsys.readouterr().out.splitlines())
@@ -185,7 +186,7 @@ def test_the_command_reports_each_round_and_the_working_set(
 
 
 def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) -> None:
-    """In a cache of three sequences two conversations in turn are found, and of four or five the oldest is gone each
+    """A cache of three sequences finds two conversations in turn. With four or five it has evicted the oldest each
     time."""
     server.capacity = 3
     url, file = f"http://127.0.0.1:{server.server_port}", tmp_path / "rows"
@@ -207,7 +208,7 @@ def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) 
     assert rows[-1]["live_tokens"] == 5 * 201 + (2 + 4 + 5) * 216
     assert rows[-1]["server"]["max_total_num_tokens"] == 1000
     assert all(row["first_token_s"]["mean"] <= row["turn_s_mean"] for row in rows)
-    # First, and forgotten: one conversation as often as any comes.
+    # The first, unmeasured part visits one conversation as often as any conversation is visited later.
     visits = [201 + 216 * i + 200 for i in range(3)]
     assert seen[:4] == [200, *visits]
     assert seen[4:] == [
@@ -227,7 +228,7 @@ def conversations(server: FakeServer, deadline: float = math.inf, device_tokens:
 
 
 def test_turns_find_the_prefix_and_nothing_more(server: FakeServer) -> None:
-    """Eight conversations of 544 tokens, five rounds; then four go on with more new tokens and no new conversation."""
+    """Eight conversations of 544 tokens run five rounds. Then four of them continue with more new tokens per turn."""
     held, asked = conversations(server), []
     generate = server.generate
 
@@ -240,7 +241,7 @@ def test_turns_find_the_prefix_and_nothing_more(server: FakeServer) -> None:
     assert (row["load"], row["turns"]) == ("600+20x8", 2 * 8)
     rounds_of_8 = row["warm_rounds"] + 2
     assert asked == [(544, 1)] * 8 + [(564, 16)] * 8 * rounds_of_8
-    # This server has no pages: it finds the 32 tokens behind the last page, too, and the row says so.
+    # The fake server has no pages, so it also finds the 32 tokens after the last whole page, and the row reports them.
     assert row["cached"] == {"expected": 512, "turns": 0, "low": 544, "high": 544}
     assert row["tier_share"] == 0.75
     assert row["first_token_ms"].keys() == row["turn_ms"].keys() == {"p50", "p95", "low", "high"}
@@ -277,7 +278,7 @@ def test_nothing_begins_when_the_time_is_over(server: FakeServer, monkeypatch: p
         conversations(server, deadline=0).measure(turns.Load.parse("600+20x1"))
     assert not server.known
     held = conversations(server, deadline=10)
-    # Asked before two prefills, two rounds that warm up and one that is timed.
+    # The clock is read before two prefills, two warm-up rounds and one timed round.
     clock = itertools.chain([0] * 5, itertools.repeat(11))
     fake = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=itertools.count().__next__)
     monkeypatch.setattr(turns, "time", fake)

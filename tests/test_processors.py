@@ -1,6 +1,6 @@
-"""The bounds of numerical tests again with the kernels of other processors, and with two threads.
+"""Run bounds of numerical tests with the kernels of other processors and with two threads.
 
-Another processor adds in another order, and so do several threads. By hand, on all of a file or all tests:
+Other processors and several threads add in a different order. To run a whole file or all tests by hand:
 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 pytest tests/test_spec.py
 """
 
@@ -14,7 +14,7 @@ from liveness import run
 
 LEVELS = ("default", "avx2", "avx512")
 NATIVE = torch.backends.cpu.get_cpu_capability().lower()
-# The quick ones of each kind: the oracle, the ops against transformers, rounded rows.
+# The fast tests of each kind: the oracle, the ops against transformers, and rounded rows.
 TESTS = (
     "test_oracle.py::test_teacher_forced_equals_incremental",
     "test_against_hf.py::test_any_chunking_equals_hf",
@@ -30,7 +30,7 @@ def test_bounds_hold_whatever_the_order_of_sums(level: str) -> None:
     done = run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
         cwd=Path(__file__).parent,
-        # A thread that waits for another must not take its core.
+        # A waiting thread must not occupy the core of the thread that it waits for.
         env={**os.environ, "ATEN_CPU_CAPABILITY": level, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

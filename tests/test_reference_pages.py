@@ -1,4 +1,4 @@
-"""Reference pages list what the code has: every command, option and flag."""
+"""Tests that the reference pages list exactly the commands, options and flags of the code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_cli_page_has_a_section_for_each_command() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_cli_page_lists_each_option(name: str) -> None:
-    """No more and no fewer than the command has, where an option is the first word of a bullet."""
+    """The page lists exactly the command's options. An option is the first word of a bullet."""
     options = [parameter for parameter in COMMANDS[name].params if parameter.param_type_name == "option"]
     expected = {word for option in options for word in option.opts} - {"--help"}
     listed = {

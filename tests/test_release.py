@@ -1,4 +1,5 @@
-"""The places that hold the version agree, pins agree, and a pure wheel is complete and reproducible."""
+"""Tests that the version is the same everywhere, that pins agree, and that a pure wheel is complete and
+reproducible."""
 
 import re
 import subprocess

@@ -1,5 +1,5 @@
-"""Fields of a request, without a server: whatever their value, they are rejected by ValueError, or the scheduler takes
-them (server/test_server_requests.py shows that it serves them)."""
+"""Tests of request fields without a server: for any value, a field is rejected with ValueError or accepted by the
+scheduler. server/test_server_requests.py shows that accepted requests are served."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SCALARS = st.one_of(
     st.floats(),
     st.text(st.characters(categories=None)),
 )
+# Any JSON value, including lone surrogates and numbers beyond 64 bits.
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
 )
-"""Of JSON, lone surrogates and numbers beyond 64 bits included."""
 
+# Fields that SGLang fills. Clients do not send them.
 OBJECTS = ("time_stats", "mm_inputs", "mm_data_mooncake", "sampling_params", "positional_embed_overrides")
-"""What SGLang makes; a client gives none of them."""
 
 
 def tokenized(params: SamplingParams | None = None, **fields: Any) -> TokenizedGenerateReqInput:

@@ -1,4 +1,4 @@
-"""SGLang's drafts of a snapshot on a CPU, and what they ask of `sgl_kernel`."""
+"""Tests of SGLang's draft models on a CPU, and of what they call in `sgl_kernel`."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def loaded(made: Callable[..., nn.Module], folder: Path, caplog: pytest.LogCaptureFixture) -> nn.Module:
-    """SGLang's model of a draft with a folder's weights, in fp32. Its loader knows every tensor."""
+    """Return SGLang's draft model with a folder's weights in fp32. Its loader must know every tensor."""
     config = compat.config_class()(**json.loads((folder / "config.json").read_text()))
     model = made(config)
     for parameter in model.parameters():
@@ -58,7 +58,7 @@ def missing(model: nn.Module) -> set[str]:
 
 
 def attention_of(reference: NextN) -> Callable[..., Tensor]:
-    """The reference's attention over a full sequence, called as that of SGLang's layer."""
+    """Return the reference's attention over a full sequence, with the call signature of SGLang's layer."""
 
     def attention(x: Tensor, positions: Tensor, *_: object, **__: object) -> Tensor:
         cos_sin = reference.model.model.rotary_emb(x[None], position_ids=positions[None], layer_type="main")
@@ -80,11 +80,11 @@ def test_the_nextn_block_is_the_reference(
     assert missing(model) == {"model.embed_tokens.weight", "lm_head.weight"}
     tensors = load_file(folder / "model.safetensors")
     embed, head = (nn.Parameter(tensors[name].float()) for name in ("embed.weight", "head.weight"))
-    model.set_embed_and_head(embed, head)  # asks for `torch.cpu.empty_cache`, which is the stand-in's
+    model.set_embed_and_head(embed, head)  # Calls `torch.cpu.empty_cache`, which the CPU shim defines.
     assert torch.equal(model.model.decoder.self_attn.wo_b.weight, tensors["mtp.0.attn.wo_b.weight"].float())
 
     reference = NextN(folder)
-    # SGLang's needs a cache; a server holds that to its own oracle.
+    # SGLang's attention needs a cache. The server tests compare it with their own oracle.
     monkeypatch.setattr(model.model.decoder.self_attn, "forward", attention_of(reference))
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, 384, (200,), generator=generator)
@@ -101,7 +101,7 @@ def test_the_nextn_block_is_the_reference(
 def test_a_dspark_head_is_taken(
     block: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # in which the confidence head is read, too
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # This mode reads the confidence head too.
     folder = make_tiny(tmp_path / "tiny", TinySpec(ratios=RATIOS, dspark=block))
     model = loaded(deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark, folder, caplog)
     assert missing(model) == set()
@@ -109,12 +109,13 @@ def test_a_dspark_head_is_taken(
     assert model.enable_confidence_head
 
 
-# SGLang's Triton kernels, which a GPU runs in the stand-ins' place, say what those have to do; Triton interprets here.
+# SGLang's Triton kernels, which run instead of the CPU replacements on a GPU, define the expected results. Triton
+# interprets them here.
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> SimpleNamespace:
-    """Requests with d drafted and to be verified tokens, in rows of a table in any order."""
+    """Draw requests with d draft tokens to verify, in rows of a table in any order."""
     requests, d = draw(st.integers(1, 5)), draw(st.integers(2, 8))
     lengths = draw(st.lists(st.integers(1, 40), min_size=requests, max_size=requests))
     rows = draw(st.permutations(range(requests + 2)))[:requests]
@@ -134,7 +135,7 @@ def test_locations_of_drafts(batch: SimpleNamespace, topk: int) -> None:
 
 
 def chain(batch: SimpleNamespace, build: Callable[..., None]) -> list[Tensor]:
-    """Mask, positions and the three kinds of links of a chain, from what SGLang prepares and has."""
+    """Return the mask, the positions and the three kinds of links of a chain, from SGLang's own preparation."""
     n, d = batch.requests, batch.d
     mask = torch.ones(n * d * d, dtype=torch.bool)
     links = [torch.full((n, d), -1) for _ in range(3)]
@@ -160,7 +161,7 @@ def test_trees_and_other_masks_are_rejected(topk: int, mode: int, said: str) -> 
 
 @st.composite
 def trees(draw: st.DrawFn, batch: SimpleNamespace) -> list[Tensor]:
-    """Links of trees of any shape: a token's parent is any token before it."""
+    """Return links of trees of any shape. The parent of a token is any token before it."""
     where = torch.arange(batch.requests * batch.d).view(batch.requests, batch.d)
     children, siblings = torch.full_like(where, -1), torch.full_like(where, -1)
     for row in range(batch.requests):
@@ -173,7 +174,7 @@ def trees(draw: st.DrawFn, batch: SimpleNamespace) -> list[Tensor]:
 @given(batches(), st.data())
 @settings(max_examples=40)
 def test_verification(batch: SimpleNamespace, data: st.DataObject) -> None:
-    """Tokens of a vocabulary of two, so that drafts are often right; at the end the bonus token of each request."""
+    """The vocabulary has two tokens, so drafts are often right. Each request ends with its bonus token."""
     n, d = batch.requests, batch.d
     tokens = st.lists(st.integers(0, 1), min_size=n * d, max_size=n * d)
     candidates, target = (torch.tensor(data.draw(tokens)).view(n, d) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the tests of `test_scheduler_speculation.py` see if something is wrong."""
+"""Fault injection that shows that the tests of `test_scheduler_speculation.py` can fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def not_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 def stored_before_the_boundary(patch: pytest.MonkeyPatch) -> None:
-    """In the turn before the one that passes it, which leaves rejected tokens."""
+    """Store the snapshot one round too early, which leaves rejected tokens in it."""
     update, stored = HybridCacheBackend.update_mamba_state_after_mtp_verify, False
 
     def early(backend: HybridCacheBackend, *, mamba_steps_to_track: Tensor | None, **arguments: Any) -> None:
@@ -79,8 +79,8 @@ def nothing_wrong(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: Asked, turn: Asked) -> Answer:
-    """`turn`, behind a snapshot of `writer` that the host alone has, in a server with a fault and nobody's states in
-    its snapshots."""
+    """Serve `turn` from a snapshot of `writer` that is only on the host, with a fault injected. All snapshots on the
+    device are overwritten with 1.0 first."""
     server.flush()
     rings, compressor_states = server.storage._all_rings, server.storage._compressor_state_units
     rings[:, server.storage.num_slots :] = compressor_states[:, -2 * server.storage.snapshots :] = 1.0
@@ -106,8 +106,8 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
 def test_a_wrong_snapshot_shows(
     judge: Judge, server: Child, texts: dict[int, Asked], fault: Callable[..., None]
 ) -> None:
-    """No draft is right: the boundary is passed in the second turn, exactly. What is wrong of the target's rows shows
-    in log p, too."""
+    """All drafts are wrong, so the second round passes the boundary exactly. Wrong rows of the target model also change
+    log p."""
     writer = replace(texts[126], count=6, right=0.0)
     turn = Asked(writer.prompt + writer.follows[:4] + prompt(10), 1)
     warm = server.do(hit, fault, writer, turn)
@@ -119,7 +119,7 @@ def test_a_wrong_snapshot_shows(
 
 
 def seeing_no_drafts(server: InProcess, asked: Asked, right: bool) -> Answer:
-    """The step's block ids are those of the lengths before it."""
+    """Use the block ids of the lengths before the step."""
     snapshot = backend.gather_decode
 
     def short(buffers: Any, *, seq_lens: Tensor, **tables: Any) -> None:
@@ -135,14 +135,14 @@ def seeing_no_drafts(server: InProcess, asked: Asked, right: bool) -> Answer:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_snapshot_without_the_drafts_shows(server: Child, right: bool) -> None:
-    """A step that begins a block also closes a window of it, and sees its entry."""
+    """A step that starts a block also closes a compression window in it and reads its entry."""
     asked = Asked(prompt(128), 6, space=f"snapshot {right}")
     answer = server.do(seeing_no_drafts, asked, right)
     assert bool(apart(answer.state, server.do(cold, [answer])[0].state)) != right
 
 
 def smaller(sizes: dict[str, Any]) -> None:
-    """In this process slots have other room than is made for their drafts, and nothing rejects too little."""
+    """Give slots a different size than their drafts need in this process, and disable the check that rejects it."""
     rows = state_rows(4)._replace(**sizes)
     schema.state_rows = lambda draft_tokens: rows
     reference.CSA_COMPRESSOR_STATES = (rows.csa,)
@@ -163,8 +163,9 @@ def smaller(sizes: dict[str, Any]) -> None:
 def test_a_slot_one_size_too_small_shows(
     judge: Judge, texts: dict[int, Asked], sizes: dict[str, Any], enough: bool
 ) -> None:
-    """In the bytes that a request goes on from, and in its tokens or their log p. Each has a name space of its own: of
-    a compressor state of 12 rows, which does not divide a block, a snapshot would keep the wrong ones."""
+    """A slot that is too small changes the bytes that a request resumes from, and its tokens or their log p. Each
+    request has its own name space: a compressor state of 12 rows does not divide a block, so a snapshot would keep the
+    wrong rows."""
     text = texts[126]
     whole = text.prompt + text.follows
     asked = [

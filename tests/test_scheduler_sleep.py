@@ -1,5 +1,5 @@
-"""Sleep, waking and new weights in SGLang's own scheduler, with speculation, overlap scheduling and a host cache.
-Memory that is given back is filled with what is no number."""
+"""Tests of sleep, wake-up and weight updates in SGLang's own scheduler, with speculation, overlap scheduling and a host
+cache. Released memory is filled with NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 
 class Spoiling:
-    """Stands for SGLang's adapter of torch_memory_saver, which does nothing on a CPU."""
+    """Fake of SGLang's torch_memory_saver adapter, which does nothing on a CPU."""
 
     def __init__(self, server: InProcess) -> None:
         blocks = server.scheduler.token_to_kv_pool_allocator.get_kvcache().full_kv_pool
@@ -44,7 +44,7 @@ class Spoiling:
 
 
 def interrupted(server: InProcess, asked: Sequence[Asked], orders: Sequence[tuple[int, list[Any]]]) -> list[Answer]:
-    """The answers; memory is spoilt as often as it is given back."""
+    """Return the answers. Memory is overwritten whenever it is released."""
     updater = server.scheduler.weight_updater
     adapter, spoiling = updater.memory_saver_adapter, Spoiling(server)
     updater.memory_saver_adapter = spoiling
@@ -83,7 +83,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_asleep(judge: Judge, server: Child, texts: dict[int, Asked], name: str) -> None:
-    """In the middle of answers, which go on; and what was cached is found on the host."""
+    """Requests continue after a sleep during decoding, and cached prefixes are restored from the host."""
     asked = [replace(text, right=0.6, space=name) for text in texts.values()]
     answers = server.do(interrupted, asked, ORDERS[name])
     judge.hold_all(asked, answers)
@@ -97,7 +97,7 @@ def test_asleep(judge: Judge, server: Child, texts: dict[int, Asked], name: str)
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """Of other weights."""
+    """Judge with other weights."""
     spec = TinySpec(seed=7, ratios=(0, 4, 128), heads=16, index_topk=64, nextn=True, context=CONTEXT)
     return Judge(make_tiny(tmp_path_factory.mktemp("other"), spec))
 
@@ -107,7 +107,7 @@ def update(folder: Path, flush_cache: bool) -> UpdateWeightFromDiskReqInput:
 
 
 def test_new_weights(judge: Judge, other: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    """Right behind an answer, whether a flush is asked for or not: nothing is found."""
+    """No prefix is found after a weight update right behind an answer, with or without a requested flush."""
     own = Asked(texts[300].prompt, 12)
     server.do(serve, [own])
     for flush_cache in (False, True):
@@ -117,12 +117,12 @@ def test_new_weights(judge: Judge, other: Judge, server: Child, texts: dict[int,
                 answers = server.do(serve, [own])
                 assert answers[0].cached == cached
                 known.hold_all([own], answers)
-            hold_states(server, answers)  # which resumed from what the one before left
+            hold_states(server, answers)  # These requests resumed from what the previous ones left.
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_new_weights_in_a_pause(judge: Judge, other: Judge, server: Child, texts: dict[int, Asked], mode: str) -> None:
-    """What a request had is computed again with the new weights."""
+    """The tokens of a running request are recomputed with the new weights."""
     asked = [Asked(texts[300].prompt, 30), Asked(texts[126].prompt, 30)]
     orders = [
         (7, [PauseGenerationReqInput(mode=mode)]),

@@ -1,4 +1,4 @@
-"""EAGLE in SGLang's own scheduler on a CPU, with drafts that are right as often as a test wants."""
+"""Tests of EAGLE in SGLang's own scheduler on a CPU, with a chosen acceptance rate of the drafts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from speculation_judge import CONTEXT, FLAGS, Judge, hold_states, least_steps, p
 
 @pytest.fixture(scope="module")
 def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, Answer]:
-    """A batch whose requests have other accept lengths, over boundaries of 4 and 128: no draft of the first is right,
-    many of the second, and all of the third."""
+    """Serve a batch of requests with different accept lengths over boundaries of 4 and 128: no draft of the first is
+    right, many of the second, and all of the third."""
     asked = [replace(text, right=right, space="batch") for text, right in zip(texts.values(), (0.0, 0.8, 1.0))]
     answers = server.do(serve, asked)
     none, many, every = (answer.verified for answer in answers)
@@ -30,8 +30,8 @@ def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, A
 
 
 def test_warm_branched_and_from_the_host(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
-    """Behind a snapshot that a verify step wrote, on the device and then on the host alone; then without it, the
-    second behind the first one's first chunk."""
+    """Resume from a snapshot that a verify step wrote, on the device and then on the host only. Then run without it;
+    the second request resumes after the first one's first chunk."""
     text = written[126].text
     asked = [Asked(text[:end] + prompt(20, seed=end), 6, space="batch") for end in (270, 258)]
     for cached, leave in (
@@ -62,7 +62,7 @@ def most_running(server: InProcess, asked: Sequence[Asked]) -> int:
 
 
 def hold_all_slots_are_used(server: Child) -> None:
-    """Also the last one, where a prompt was under way in chunks as its turn came."""
+    """All slots are used, including the last one, while a prompt is prefilled in chunks."""
     lengths = (40, 40, 40, 40, 300, 40)
     assert len(lengths) == FLAGS["max_running_requests"]
     asked = [Asked(prompt(length, seed=i), 24) for i, length in enumerate(lengths)]
@@ -70,7 +70,8 @@ def hold_all_slots_are_used(server: Child) -> None:
 
 
 def retracting(server: InProcess, asked: Sequence[Asked]) -> tuple[list[Answer], list[int]]:
-    """Also the bursts that are cut: what steps added whose results came when their request was gone."""
+    """Return the answers and the lengths of the cut bursts: steps whose results arrived after their request was
+    retracted."""
     verify, reset = EAGLEWorkerV2.verify, Req.reset_for_retract
     bursts: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
     cut: list[int] = []
@@ -95,8 +96,8 @@ def retracting(server: InProcess, asked: Sequence[Asked]) -> tuple[list[Answer],
 
 
 def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    """Every fourth step one of the requests goes, wherever in a burst it is, and comes back: where all drafts are
-    right, a step under way has accepted four tokens, which have to be made again."""
+    """Every fourth step retracts a request, at any point of a burst, and resumes it. Where all drafts are right, the
+    step in flight has accepted four tokens, which must be generated again."""
     each = ((1, 24, 0.4), (126, 20, 1.0), (300, 16, 1.0))
     asked = [replace(texts[length], count=count, right=right, space="retracted") for length, count, right in each]
     answers, cut = server.do(retracting, asked)
@@ -105,7 +106,7 @@ def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> Non
 
 
 def aborting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
-    """The second is aborted when the third verify step is about to begin."""
+    """Abort the second request just before the third verify step."""
     verify, steps = EAGLEWorkerV2.verify, 0
 
     def verified(worker: Any, batch: Any, **arguments: Any) -> Any:
@@ -130,7 +131,8 @@ def test_abort_between_draft_and_verify(judge: Judge, server: Child, texts: dict
 
 
 def test_a_stop_token_among_the_accepted(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    """Drafts that are all right: the prefill's token, then four a step. The stop is the second of a step."""
+    """All drafts are right, so tokens come as one from the prefill, then four per step. The stop token is the second of
+    a step."""
     text = texts[126]
     new = [token not in text.follows[:i] for i, token in enumerate(text.follows)]
     at = next(i for i in range(6, 150, 4) if new[i])
@@ -142,7 +144,7 @@ def test_a_stop_token_among_the_accepted(judge: Judge, server: Child, texts: dic
 
 
 def test_the_end_of_the_context(judge: Judge, server: Child) -> None:
-    """Drafts lie behind it, where the model has no positions."""
+    """Drafts exceed the context length, where the model has no positions."""
     asked = Asked(prompt(CONTEXT - 14), 100)
     first = server.do(serve, [asked])[0]
     judge.hold(asked, first)
@@ -165,10 +167,10 @@ def test_other_numbers_of_drafts(judge: Judge, texts: dict[int, Asked], drafts: 
         assert least_steps(30, drafts) < some < 29 and every == least_steps(12, drafts)
         judge.hold_all(asked, answers)
         hold_states(other, answers)
-        # The snapshot at 128 is of a verify step.
+        # A verify step wrote the snapshot at 128.
         turn = Asked(answers[0].text[:150] + prompt(20), 8)
         hits = other.do(serve, [turn])
         assert hits[0].cached == 128
         judge.hold_all([turn], hits)
         hold_states(other, hits)
-        hold_all_slots_are_used(other)  # with a host cache a save that is over would look at the queue again
+        hold_all_slots_are_used(other)  # With a host cache, a finished save would recheck the queue.

@@ -1,4 +1,4 @@
-"""Schemas, and every byte count of SPEC 5 for V4-Flash and V4-Pro."""
+"""Tests of schemas, and of every byte count of SPEC 5 for V4-Flash and V4-Pro."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_geometry() -> None:
 
 
 def test_bytes_per_entry_and_block() -> None:
-    """SPEC 5.1, column "this package"."""
+    """Check the column "this package" of SPEC 5.1."""
     assert [of(CSA, kv_format=f).entry_bytes for f in ("fp8", "bf16", "fp32")] == [584, 1024, 2048]
     assert [of(CSA, key_format=f).indexer_entry_bytes for f in ("mxfp4", "nvfp4", "fp32")] == [72, 72, 512]
     assert of(HCA).indexer_entry_bytes == of(SWA).indexer_entry_bytes == 0
@@ -57,7 +57,7 @@ def test_bytes_per_entry_and_block() -> None:
 @pytest.mark.parametrize(
     ("config", "per_token", "swa", "swa_bf16", "csa_layers", "hca_raw", "hca_online"),
     [
-        # N_csa (584 + 72) / 4 + N_hca 584 / 128, SPEC 5.2; the state figures are those of SPEC 5.3.
+        # Bytes per token are N_csa (584 + 72) / 4 + N_hca 584 / 128 (SPEC 5.2). The state sizes are those of SPEC 5.3.
         (FLASH, 21 * 656 / 4 + 20 * 584 / 128, 3_214_336, 5_636_096, 21, 10_485_760, 122_880),
         (PRO, 30 * 656 / 4 + 31 * 584 / 128, 4_559_872, 7_995_392, 30, 16_252_928, 190_464),
     ],
@@ -76,7 +76,7 @@ def test_bytes_of_model(
     assert sum(s.block_bytes for s in layers) / 128 == per_token
     assert sum(s.swa_bytes for s in layers) == swa
     assert sum(s.swa_bytes for s in schemas(config, kv_format="bf16")) == swa_bf16
-    # Between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the common 81,920 B (8 rows of everything).
+    # The size lies between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the usual 81,920 B (8 rows each).
     assert sum(s.compressor_state_bytes for s in layers if s.attn is CSA) == csa_layers * 24 * 640 * 4
     assert sum(s.compressor_state_bytes for s in schemas(config, hca_state="raw") if s.attn is HCA) == hca_raw
     assert sum(s.compressor_state_bytes for s in schemas(config, hca_state="online") if s.attn is HCA) == hca_online
@@ -84,7 +84,7 @@ def test_bytes_of_model(
 
 
 def test_spec_figures_follow_from_the_formula() -> None:
-    """SPEC 5.2's 3514.25 and 5031.4375 B a token are the same formula with 68 B keys."""
+    """The same formula with 68 B keys gives SPEC 5.2's 3514.25 and 5031.4375 B per token."""
     for config, figure in ((FLASH, 3514.25), (PRO, 5031.4375)):
         csa = sum(s.attn is CSA for s in schemas(config))
         assert sum(s.block_bytes for s in schemas(config)) / 128 - csa * (72 - 68) / 4 == figure
@@ -96,7 +96,7 @@ def test_spec_figures_follow_from_the_formula() -> None:
     [("fp8", "mxfp4", "raw"), ("fp8", "nvfp4", "online"), ("bf16", "mxfp4", "online"), ("fp32", "fp32", "raw")],
 )
 def test_allocations_equal_the_schema(config: DSV4Config, kv_format: str, key_format: str, hca_state: str) -> None:
-    """What the pools of all layers allocate is what the budget says, to the byte."""
+    """The pools of all layers allocate exactly the budgeted bytes."""
     schedule = build_schedule(config)
     formats = {"kv_format": kv_format, "key_format": key_format, "hca_state": hca_state}
     budget = compute_block_budget(config, schedule, max_context_len=300, max_requests=2, **formats)
@@ -156,8 +156,8 @@ def test_unknown_format_is_named() -> None:
         of(HCA, hca_state="folded")
 
 
-# What speculation adds: d tokens of a request a step. Bytes of a ring of Flash, of its CSA and HCA compressor states,
-# of a slot and of a snapshot, with the ring of one draft layer; those of d = 1 are those without speculation.
+# Sizes with speculation of d tokens per request and step, with the ring of one draft layer: bytes of a ring of Flash,
+# of its CSA and HCA compressor states, of a slot and of a snapshot. The sizes for d = 1 are those without speculation.
 SPECULATION = [
     (1, 0, 128, 74_752, 1_290_240, 122_880, 4_627_456, 3_644_416),
     (2, 1, 130, 75_920, 2_580_480, 368_640, 6_289_600, 3_770_560),
@@ -185,7 +185,7 @@ def test_bytes_with_speculation(
     }
     assert (layout.slot_bytes, layout.snapshot_bytes) == (slot, snapshot)
     assert layout.block_bytes == served_layout(FLASH, torch.float8_e4m3fn, Options(), "cpu").block_bytes
-    # What is counted is what is allocated; and by kind of layer what the schemas say.
+    # The counted bytes equal the allocated bytes, and the schemas' bytes by kind of layer.
     few = CacheLayout(layout.schemas[:4] + layout.schemas[43:], layout.device)
     storage = StateStorage(few, 2, snapshots=3)
     counted = [*few.state_parts(2), *few.position_parts(2), *few.snapshot_parts(3)]
@@ -194,7 +194,7 @@ def test_bytes_with_speculation(
 
 
 def test_no_draft_tokens_is_one_token_a_step() -> None:
-    """One token a request is what a step without speculation writes: nothing grows."""
+    """A step without speculation writes one token per request, so nothing grows."""
     plain = schemas(FLASH)
     assert schemas(FLASH, draft_tokens=0) == plain
     for one, schema in zip(schemas(FLASH, draft_tokens=1), plain, strict=True):
@@ -229,18 +229,21 @@ def test_layers_for_several_numbers_of_draft_tokens() -> None:
 
 
 def state_fits(d: int, rows: StateRows, length: int) -> bool:
-    """Whether a decode step of d tokens at `length`, in any order and whatever of it stays, leaves all that it and the
-    steps behind it read: by what each token reads and writes, position by position."""
+    """Return True if a decode step of d tokens at `length` keeps all rows that it and later steps read.
+
+    The tokens may run in any order, and any number of them may be accepted. The check compares reads and writes of each
+    token, position by position.
+    """
 
     def lost(ring: int, read: set[int], written: range) -> bool:
-        """A row of a position that is read and older than the step is given to another position."""
+        """Return True if a write reuses the row of a position that is read and older than the step."""
         return any(p < length and (w - p) % ring == 0 for p in read for w in written)
 
     written = range(length, length + d)
     window: set[int] = set()
     current: set[int] = set()
     previous: set[int] = set()
-    # The step's own tokens, and the first d of steps that begin at any length that may stay.
+    # Tokens of this step, and the first d tokens of steps that start at any length that may be accepted.
     for start in range(length, length + d + 1):
         for token in range(start, start + d):
             window |= set(range(max(0, token - 127), start))
@@ -276,13 +279,14 @@ def test_rows_are_enough_and_one_less_is_not(d: int) -> None:
 
 
 def test_defaults() -> None:
-    """Without a server an HCA layer has raw compressor states, as in the design; a server keeps them online."""
+    """The default HCA state is raw, as in the design. A server sets the online state."""
     assert of(HCA).hca_state is HcaState.RAW and HcaState(Options().hca_state) is HcaState.ONLINE
     assert of(CSA).key_format is KeyFormat(Options().indexer_format)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 8])
 def test_rows_of_every_layer_start_at_multiples_of_16_bytes(blocks: int) -> None:
-    """FlashMLA's condition; one flat HCA block of an odd number of 584 B rows would break it for every other layer."""
+    """FlashMLA requires 16-byte alignment. One flat HCA block with an odd number of 584 B rows would break it for all
+    other layers."""
     tables = make_kv_buffers(3, 1, blocks, KVFormat.FP8, torch.device("cpu"))
     assert all(tables[layer].data_ptr() % 16 == tables.data_ptr() % 16 for layer in range(3))

@@ -1,4 +1,5 @@
-"""What docs/reference/security.md says of the package as a whole: what its modules import, read, start and write."""
+"""Tests of the statements of docs/reference/security.md on the whole package: imports, environment, processes and
+files."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PAGE = (ROOT / "docs" / "reference" / "security.md").read_text()
 
 ENVIRONMENT = re.compile(r"^(?:os\.)?environ(?:\.get|\.setdefault)?$|^os\.getenv$")
+# Names of functions that create, change or remove files.
 WRITES = {
     *("write_text", "write_bytes", "mkdir", "makedirs", "chmod", "unlink", "rename", "replace", "rmdir", "rmtree"),
     *("symlink_to", "touch", "tofile", "save_file", "dump", "mkdtemp", "TemporaryDirectory"),
 }
-"""Names of functions that make, change or remove files."""
 WRITING = {
     "ops/extension.py": "the compiled extension",
     "planner/ask_sglang.py": "dsv4-sglang plan",
@@ -32,7 +33,7 @@ WRITING = {
 
 
 def calls(module: Path) -> Iterator[tuple[str, ast.Call]]:
-    """(what is called, as it is written, the call)."""
+    """Yield (name of the called function as written, call) for each call in a module."""
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -59,7 +60,7 @@ def test_data_is_never_code(module: Path) -> None:
 
 
 def test_the_environment_is_what_the_page_lists() -> None:
-    """Names of variables as they are read or set with a default; what a whole environment is handed on for does not
+    """The page lists every variable that is read or set with a default. Passing on the whole environment does not
     count."""
     found: set[str] = set()
     for module in MODULES:
@@ -88,7 +89,7 @@ def test_who_writes_files() -> None:
 
 
 def test_nothing_listens() -> None:
-    """A command binds a port for a moment, to see if it is free."""
+    """Only a command binds a port, for a moment, to check that it is free."""
     binding = {name_of(m) for m in MODULES for called, _ in calls(m) if called.endswith((".bind", ".listen"))}
     assert binding == {"cli/client.py"}
     for module in MODULES:
@@ -98,8 +99,8 @@ def test_nothing_listens() -> None:
 
 
 def test_no_age_is_of_the_wall_clock() -> None:
-    """It jumps. Ages of snapshots count uses; pauses and times are of a clock that does not. Only files that
-    outlive a server have the times that their file system gives them."""
+    """The wall clock jumps. Ages of snapshots count uses, and durations use a monotonic clock. Only files that outlive
+    a server have times of the file system."""
     wall = {"time.time", "time.time_ns", "time.localtime", "datetime.now", "datetime.datetime.now", "datetime.utcnow"}
     assert {name_of(m) for m in MODULES for called, _ in calls(m) if called in wall} == {
         "cli/storage.py",

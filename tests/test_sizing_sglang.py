@@ -1,4 +1,5 @@
-"""How SGLang's memory is divided when its own configurator asks: state slots, snapshots, and blocks with the rest."""
+"""Tests of the memory division when SGLang's own configurator asks: state slots, snapshots, and blocks in the remaining
+memory."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.integration.server_context import ServerContext
 from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, table
 
+# GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape.
 MEMORY = 78.82
-"""GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape."""
 
 
 def flashshape() -> DSV4Config:
@@ -36,7 +37,7 @@ def flashshape() -> DSV4Config:
 
 
 def speculation(drafts: int) -> dict[str, Any]:
-    """Fields of ServerArgs with EAGLE and `drafts` tokens of a verify step, or without."""
+    """Return the fields of ServerArgs for EAGLE with `drafts` tokens per verify step, or without EAGLE."""
     return {
         "speculative_algorithm": "EAGLE" if drafts else None,
         "speculative_num_steps": drafts - 1 if drafts else None,
@@ -46,13 +47,16 @@ def speculation(drafts: int) -> dict[str, Any]:
 
 
 class Configurator(SimpleNamespace):
-    """The fields of SGLang's KVCacheConfigurator that the hooks of `launch` read; `overridden` is what they set."""
+    """Fields of SGLang's KVCacheConfigurator that the hooks read. `overridden` holds the values that they set."""
 
 
 @pytest.fixture
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes one of a launch: its config, running requests and options; `drafts`: tokens of a verify step of EAGLE,
-    `mode`: --disaggregation-mode, with two slots a running request for what is on its way."""
+    """Return a function that makes the configurator of a launch from its config, running requests and options.
+
+    `drafts` is the number of tokens per verify step of EAGLE. `mode` is --disaggregation-mode, with two slots per
+    running request for requests in transfer.
+    """
 
     def make(
         config: DSV4Config | V41Config,
@@ -129,8 +133,8 @@ def test_the_server_allocates_what_the_plan_says(
 
 
 def test_the_published_v41(configurator: Any) -> None:
-    """Four layers have entries and keys, three of them one for two tokens; 40 have rings, of which a snapshot keeps
-    all, and a slot three rows that wait for a partner besides (SPEC 11.5)."""
+    """Four layers have entries and keys, three of them one per two tokens. 40 layers have rings, which a snapshot keeps
+    whole. A slot has three more rows that wait for a partner (SPEC 11.5)."""
     launched = configurator(V41Config.flash(), 256, max_snapshots=512)
     tokens = tokens_of(launched, MEMORY)
     layout, demand = launched.context.layout, launched.context.demand
@@ -138,7 +142,7 @@ def test_the_published_v41(configurator: Any) -> None:
     assert (layout.token_bytes, layout.snapshot_bytes, layout.slot_bytes) == (900, ring, ring + 3 * 4096)
     state = (256 + 64 + 1) * (ring + 3 * 4096) + 512 * ring
     assert demand == StateDemand(256, 64, 512) and demand.bytes(layout) == state
-    # SGLang's dummy block, and one for the padding of tables.
+    # Subtract SGLang's dummy block and the block that pads tables.
     assert tokens == ((int(MEMORY * GIB) - state) // (128 * 900) - 2) * 128
     assert "900.00 bytes a token" in table(layout, tokens, demand)
 
@@ -158,7 +162,8 @@ def test_a_rank_of_dp_attention_has_slots_for_its_share(configurator: Any) -> No
 
 
 def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> None:
-    """SGLang gives it two more a running request where these are few; they are counted, and the log says so."""
+    """SGLang adds two slots per running request when there are few requests. They are counted, and the log reports
+    them."""
     more = tokens_of(configurator(flashshape(), 16, radix=False), MEMORY)
     launched = configurator(flashshape(), 16, radix=False, mode="decode")
     tokens = tokens_of(launched, MEMORY)

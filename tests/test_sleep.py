@@ -1,4 +1,4 @@
-"""Sleep and wake, and new weights, without a server: what is given back, what comes again, and what is forgotten."""
+"""Tests of sleep, wake-up and weight updates without a server: which memory is released, restored and invalidated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 
 def layout_of(rows: str, hca_state: str = "online") -> CacheLayout:
     config = DSV4Config.flash()
-    schedule = build_schedule(config)[:4]  # a layer of each kind
+    schedule = build_schedule(config)[:4]  # A layer of each kind.
     keys = "fp32" if rows == "fp32" else "mxfp4"
     device = torch.device("cpu")
     return CacheLayout.build(config, schedule, device, kv_format=rows, key_format=keys, hca_state=hca_state)
@@ -42,12 +42,12 @@ def memory_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-# What is allocated where
+# Regions of allocations
 
 
 class Recorder(TorchDispatchMode):
-    """Stands for torch_memory_saver: notes the memory of every tensor that is made within a region. Nothing is given
-    back on a CPU."""
+    """Fake of torch_memory_saver that records the memory of every tensor made within a region. Nothing is released on a
+    CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
         made = function(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
             self.inside.add(made.untyped_storage().data_ptr())
-            self.keep.append(made)  # so that no other tensor gets its address
+            self.keep.append(made)  # Keeps the address from being reused by another tensor.
         return made
 
     @contextmanager
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
 
 
 def tensors_of(thing: object) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that an object of this package's or SGLang's pools holds, however deep, with its path."""
+    """Yield every tensor in an object of this package's or SGLang's pools, at any depth, with its path."""
     seen: set[int] = set()
     stack: list[tuple[str, object]] = [("", thing)]
     while stack:
@@ -87,6 +87,7 @@ def tensors_of(thing: object) -> Iterator[tuple[str, Tensor]]:
             stack += [(f"{path}.{name}", value) for name, value in vars(item).items()]
 
 
+# Tensors that stay allocated while a server sleeps.
 KEPT = {
     ".req_index_to_mamba_index_mapping": "which slot a request has: SGLang's, 4 bytes a request",
     ".mamba_allocator.free_slots": "SGLang's, 8 bytes a slot",
@@ -95,12 +96,11 @@ KEPT = {
     ".req_generation": "host memory",
     ".req_index_to_mamba_ping_pong_track_buffer_mapping": "SGLang 0.5.23's, 16 bytes a request",
 }
-"""Tensors that stay while a server sleeps."""
 
 
 @pytest.mark.parametrize("rows", ["fp8", "fp32"])
 def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
-    """Of request pool and KV pool, all but a few bytes a request."""
+    """The request pool and the KV pool release all memory but a few bytes per request."""
     recorder, asked = Recorder(), []
     noop = TorchMemorySaverAdapter.create(enable=False)
 
@@ -137,7 +137,7 @@ def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) ->
     assert sum(given.values()) == table + requests.req_to_token.nbytes + tables, "not what the start-up table counts"
 
 
-# What comes again
+# Restored memory
 
 
 @pytest.mark.parametrize("positions", [True, False])
@@ -156,7 +156,7 @@ def test_states_come_again_as_they_were_made(rows: str, hca_state: str, position
     assert addresses == [tensor.data_ptr() for tensor in slept.allocations]
     for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
         assert torch.equal(memory_of(ours), memory_of(other))
-    # Tables of numbers are right: a state goes to a snapshot and back.
+    # Index tables are right: a state can be stored to a snapshot and loaded back.
     for storage in (fresh, slept):
         for tensor in storage.tensors:
             memory_of(tensor).copy_(torch.arange(memory_of(tensor).numel()) % 251)
@@ -198,14 +198,14 @@ def tree(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> pytest.MonkeyPa
 
 
 def spoil(server: HostCacheServer) -> None:
-    """What the memory of the device holds after waking."""
+    """Overwrite device memory, whose contents are undefined after wake-up."""
     for table in server.device.tokens.values():
         table.fill_(-7)
     server.states.states[:] = -7
 
 
 def test_a_host_cache_keeps_what_it_needs(tree: pytest.MonkeyPatch, recorder: Recorder) -> None:
-    """Nothing of it is cleared on waking: what its copies read on the device must not be given back."""
+    """Wake-up does not reset the host cache, so the tensors that its copies read on the device must stay allocated."""
     server = HostCacheServer(tree, seed=2)
     pools = server.cache.cache_controller.mem_pool_host
     held = dict(tensors_of(pools))
@@ -215,7 +215,8 @@ def test_a_host_cache_keeps_what_it_needs(tree: pytest.MonkeyPatch, recorder: Re
 
 
 def serve_only(server: HostCacheServer, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
-    """A request to its end, with copies to the host wanted or under way; they go on when they are looked after."""
+    """Serve a request to its end with copies to the host queued or in flight. Checking for events lets them
+    continue."""
     server.finish(server.start(tokens)["request"])
     look = server.cache.check_hicache_events
     monkeypatch.setattr(server.cache, "check_hicache_events", lambda: (server.streams.run_all(), look()))
@@ -223,7 +224,7 @@ def serve_only(server: HostCacheServer, monkeypatch: pytest.MonkeyPatch, tokens:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, policy: str) -> None:
-    """Before memory goes, what has not been saved is; after waking, requests resume from the host."""
+    """Unsaved states are saved before memory is released, and requests resume from the host after wake-up."""
     server = HostCacheServer(tree, seed=3, policy=policy, blocks=30, host_blocks=200)
     prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 5)]
     for ids in prompts:
@@ -231,7 +232,7 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
         server.serve(ids)
     for turn in range(2):
         if turn:
-            # SELECTIVE saves ends of lines.
+            # SELECTIVE saves the ends of conversation branches.
             prompts.append([900 + at // BLOCK for at in range(5 * BLOCK + 40)])
             serve_only(server, tree, prompts[-1])
         with server.cache.keep_host_cache():
@@ -255,8 +256,8 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_small_host_keeps_what_is_worth_most(tree: pytest.MonkeyPatch, policy: str) -> None:
-    """Whatever it has copies of when the device gives its memory back: two lines that have been asked for again.
-    Nothing is copied that makes room for what comes behind it."""
+    """The host keeps the two conversations that were reused, which it had copied before the device releases its memory.
+    Nothing is copied that a later copy would evict."""
     server = HostCacheServer(tree, seed=4, policy=policy, blocks=40, host_blocks=12, host_snapshots=3)
     prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 7)]
     for ids in [*prompts, prompts[1], prompts[4], prompts[1], prompts[4]]:
@@ -292,13 +293,13 @@ def test_random_turns_with_sleep(tree: pytest.MonkeyPatch) -> None:
 
 
 def waiting_request() -> Any:
-    # Newer releases name a request by more than its id.
+    # Newer releases identify a request by more than its id.
     handle = base_prefix_cache.CacheRequestHandle("waits", 0) if SEPARATE else None
     return SimpleNamespace(rid="waits", cache_request_handle=handle)
 
 
 class Scheduler:
-    """As far as the hooks of `sleep` know SGLang's; `released` and `flushed` count."""
+    """Fake scheduler with the attributes that the hooks of `sleep` use. `released` and `flushed` count calls."""
 
     disaggregation_mode = DisaggregationMode.NULL
     _engine_paused = False
@@ -339,7 +340,7 @@ PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """Of one process."""
+    """Process group of one process."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -350,8 +351,8 @@ def group() -> Iterator[None]:
 def test_nothing_of_the_old_weights_is_found(
     tree: pytest.MonkeyPatch, tmp_path: Path, group: None, request_: Any, flush_cache: bool, end: str
 ) -> None:
-    """On device, host and storage, in all ways that weights come, whatever is asked of the flush and however it ends;
-    and nothing of the new ones is found by a server that starts with the old ones."""
+    """A weight update invalidates device, host and storage for every kind of update, flush flag and outcome. A server
+    that restarts with the old weights does not find pages of the new ones."""
     tree.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     server = HostCacheServer(tree, seed=6, storage="file")
     scheduler = Scheduler(server)
@@ -386,7 +387,7 @@ def test_nothing_of_the_old_weights_is_found(
     assert list(tmp_path.glob("*.bin")), "pages of the new weights are stored"
     restarted = HostCacheServer(tree, seed=7, storage="file")
     assert restarted.prefetch(PROMPT) == 0 and restarted.serve(PROMPT) == 0
-    # And they are found by the server that stored them, until weights change again.
+    # The server that stored the pages finds them until weights change again.
     assert server.flush() and server.prefetch(PROMPT) == 5 * BLOCK
     server.cache.invalidate_storage("others")
     assert len(list(tmp_path.glob("*.bin"))) == 7, "those of the server that was started again stay"
@@ -401,11 +402,12 @@ def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch)
         assert not answer.success and "/resume_memory_occupation with the tag weights first" in answer.message
 
 
-# Who runs while memory is away
+# Scheduling while memory is released
 
 
 def test_requests_wait_while_memory_is_away(tree: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Tags one by one, twice, and unknown ones; a server is paused until all are there again, and as before then."""
+    """Tags are released and resumed one by one, twice, and with unknown names. The server stays paused until all memory
+    is back, and then returns to its previous state."""
     scheduler = Scheduler(HostCacheServer(tree, seed=8))
     updater, done = scheduler.weight_updater, []
     runner = updater.tp_worker.model_runner

@@ -26,8 +26,10 @@ def relative(a, b) -> float:
 
 
 def assert_same_rows(a: torch.Tensor, b: torch.Tensor) -> None:
-    """The same but for the order in which the `HIDDEN` products of a projection are added, which depends on the
-    processor and on how many tokens a step has: half an ulp for each, of a row's norm.
+    """Check that rows are equal up to the summation order of a projection's `HIDDEN` products.
+
+    The order depends on the processor and on the number of tokens in a step. The bound is half an ulp of a row's norm
+    for each product.
     """
     assert ((a - b).norm(dim=-1) <= HIDDEN * 2**-24 * b.norm(dim=-1)).all()
 
@@ -37,7 +39,7 @@ def inputs(n: int, seed: int = 3) -> torch.Tensor:
 
 
 def entry_table(layer: Layer, slot: int, count: int) -> torch.Tensor:
-    """The first `count` entries of a request, dequantised."""
+    """Return the first `count` entries of a request, dequantised."""
     i = torch.arange(count)
     blocks = torch.tensor(TABLE[slot])
     if layer.ratio == 128:
@@ -102,7 +104,8 @@ def test_an_output_depends_on_no_later_token(ratio):
 
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_visibility_off_by_one_fails(ratio, monkeypatch):
-    """The paper's floor(t / ratio) hides the block that t itself closes: exactly those outputs change (SPEC 4.3)."""
+    """The paper's floor(t / ratio) hides the block that token t closes. Exactly the outputs of such tokens change (SPEC
+    4.3)."""
     attention, x = make_attention(ratio, topk=128), inputs(260)
     right = Layer(attention, ratio, topk=128).step({1: x}, TABLE)[1]
     assert relative(right, hf_forward(attention, x)) < 1e-5
@@ -131,8 +134,8 @@ def test_ring_holds_the_last_128_rows_and_chunks_longer_than_it_are_right():
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_rings_of_more_rows_give_the_same_outputs(ratio):
-    """Decode from 120 over the ends of both rings, a chunk that goes round both, decode again: with R = 136 each output
-    is that of R = 128. Rows sought in a ring of another size are wrong."""
+    """Outputs with R = 136 rows equal those with R = 128. Decode starts at 120 and wraps both rings, a chunk wraps
+    both, and a decode step follows. Reading a ring with the wrong size gives wrong outputs."""
     attention, x = make_attention(ratio), inputs(300)
     few, more, wrong = (Layer(attention, ratio, sizes=state_rows(d)) for d in (0, 8, 8))
     for begin, end, decode in [(0, 120, False), *((t, t + 1, True) for t in range(120, 160)), (160, 299, False)]:
@@ -145,8 +148,8 @@ def test_rings_of_more_rows_give_the_same_outputs(ratio):
 
 
 def test_writing_the_ring_before_reading_it_would_be_wrong():
-    """Why a prefill step reads its workspace: early queries of a chunk need rows that its late tokens replace (SPEC
-    6.4)."""
+    """A prefill step reads its workspace because early queries of a chunk need rows that its late tokens overwrite
+    (SPEC 6.4)."""
     attention, x = make_attention(0), inputs(200)
     layer = Layer(attention, 0)
     layer.step({1: x[:128]}, TABLE)
@@ -167,13 +170,13 @@ def random_keys(n: int, seed: int = 0):
 
 
 def select(q, weights, keys, position: int, top: int, fill: float = 1e9):
-    """index_topk of one query over fp32 keys; slots behind the visible ones hold large values."""
+    """Run index_topk for one query over fp32 keys. Slots after the visible ones hold large values."""
     blocks = -(-max(len(keys), 1) // 32) + 1
     table = torch.full((blocks, 32, 128), fill)
     table.view(-1, 128)[: len(keys)] = keys
     out = torch.full((1, top), -7, dtype=torch.int32)
     rope = torch.zeros(position + 1, 64)
-    rope[:, 0::2] = 1.0  # no rotation
+    rope[:, 0::2] = 1.0  # No rotation.
     torch.ops.dsv4_sglang.index_topk(
         q[None], weights[None], table, torch.arange(blocks, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32),
         torch.tensor([position]), rope, KeyFormat.FP32.code, torch.empty(0), out,
@@ -193,7 +196,7 @@ def test_selection_takes_the_best_visible_keys(visible):
 def test_selection_with_negative_scores_and_exact_ties_prefers_lower_entries():
     q, keys = torch.randn(32, 128), random_keys(40)
     signed_zeros = torch.tensor([0.0, -0.0]).repeat(16)
-    assert select(q, signed_zeros, keys, 160, 16) == list(range(16))  # every score is 0 of either sign: one long tie
+    assert select(q, signed_zeros, keys, 160, 16) == list(range(16))  # All scores are +0 or -0: one tie.
     negative = select(q, -torch.ones(32), keys, 160, 16)
     score = -(index_keys.hadamard(q) @ keys.T).relu().sum(0)
     assert score.max() < 0 and negative == score.topk(16).indices.sort().values.tolist()
@@ -223,7 +226,8 @@ def test_sink_is_added_once_to_the_denominator(sink):
 
 
 def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
-    """The first token has no rows, the second a list of holes, the third one row: a sink of -inf leaves it whole."""
+    """The first token has no rows, the second has a list of holes, and the third has one row, whose weight is 1 with a
+    sink of -inf."""
     table, rope = torch.randn(1, 128, 512), torch.zeros(8, 64)
     rope[:, 0::2] = 1.0
     w = torch.full((3, 128), -1, dtype=torch.int32)
@@ -240,7 +244,8 @@ def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
-    """Rows that most tokens list are multiplied once for all of them."""
+    """Only the token that lists a NaN or infinite row gets it. Rows that most tokens list are multiplied once for all
+    of them."""
     table, rope = torch.randn(1, 64, 512), rope_table(16, frequencies(4))
     listed, lens = torch.arange(60).repeat(9, 1).int(), torch.full((9,), 60, dtype=torch.int32)
     listed[4, 7] = 63
@@ -251,7 +256,7 @@ def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
             KVFormat.FP32.code,
         )  # fmt: skip
 
-    expected, bound = attended(), 60 * 2**-24 * float(table.abs().max())  # sums of 60 in another order
+    expected, bound = attended(), 60 * 2**-24 * float(table.abs().max())  # Rounding of a sum of 60.
     table[0, 63] = bad
     out = attended()
     others = torch.arange(9) != 4
@@ -322,7 +327,7 @@ def test_hadamard_is_orthonormal_and_leaves_scores_alone_when_on_both_sides():
 
 
 def resume(layer: Layer, at: int, source: int, target: int) -> None:
-    """Continue in slot `target` from the snapshot of length `at` in slot `source`, sharing the blocks below it."""
+    """Continue in slot `target` from the snapshot of length `at` in slot `source`, sharing the blocks before it."""
     tensors = [layer.ring[None]] + ([layer.compressor_state[None]] if layer.compressor_state is not None else [])
     torch.ops.dsv4_sglang.copy_state(
         torch.tensor([source], dtype=torch.int32), torch.tensor([target], dtype=torch.int32), tensors
@@ -338,7 +343,7 @@ def test_resuming_at_a_snapshot_equals_never_stopping(ratio, hca_state, at):
     whole = layer.step({1: x[:40]}, TABLE)[1]
     track = torch.full((350,), -1, dtype=torch.int32)
     track[at - 128 - 40 if at > 128 else 0 : at - 40] = 3
-    if at == 128:  # rows before the chunk are not its inputs: take that snapshot by copying the slot at the boundary
+    if at == 128:  # Rows before the chunk are not inputs of the step, so copy the slot at the boundary.
         whole = torch.cat([whole, layer.step({1: x[40:128]}, TABLE)[1]])
         resume(layer, 128, 1, 3)
         whole = torch.cat([whole, layer.step({1: x[128:]}, TABLE)[1]])
@@ -360,7 +365,7 @@ def test_dropped_previous_rows_damage_exactly_the_next_entry():
     expected = entry_table(layer, 1, 97)
     layer.compressor_state[3, 8:24] = 0.0
     resume(layer, at, 3, 2)
-    layer.step({2: x[at:]}, TABLE)  # entries below 64 are the first request's own
+    layer.step({2: x[at:]}, TABLE)  # Entries before 64 belong to the first request.
     ours = torch.cat([expected[:64], entry_table(layer, 2, 97)[64:]])
     damaged = (ours - expected).norm(dim=-1) / expected.norm(dim=-1) > 1e-5
     assert torch.nonzero(damaged).flatten().tolist() == [at // CSA_RATIO]
@@ -376,17 +381,17 @@ def test_a_snapshot_that_is_shared_without_a_copy_is_damaged():
     assert torch.equal(layer.ring[3], kept) and not torch.equal(layer.ring[1], kept)
 
 
-# quantised rows and keys against HF with the same fake quantisation
+# Quantised rows and keys against HF with the same fake quantisation
 
 
 def fake_quantised_rotary(original):
-    """HF's rotation with FP8 rows and MXFP4 index keys behind it: the two places where V4 stores what it rotated."""
+    """Return HF's rotation followed by FP8 rows or MXFP4 index keys: V4 stores rotated values in these two places."""
 
     def rotary(x, cos, sin, unsqueeze_dim=1):
         y = original(x, cos, sin, unsqueeze_dim)
         if y.shape[-1] == 128:
             return index_keys.dequantise_keys(*index_keys.quantise_keys(index_keys.hadamard(y), KeyFormat.MXFP4))
-        if y.shape[1] != 1:  # queries and outputs
+        if y.shape[1] != 1:  # Queries and outputs.
             return y
         codes, e = kv_entries.quantise_nope(y[..., :448].flatten(0, -2))
         nope = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
@@ -404,7 +409,7 @@ def test_fp8_rows_and_fp4_keys_equal_hf_with_fake_quantised_rows(ratio, monkeypa
     monkeypatch.setattr(hf, "apply_rotary_pos_emb", fake_quantised_rotary(hf.apply_rotary_pos_emb))
     expected = hf_forward(attention, x)
     error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
-    # fp32 sums in another order flip a code here and there; a flipped index key can change a selection.
+    # fp32 sums in another order flip single codes. A flipped index key can change a selection.
     assert error.median() < 1e-3 and (error > 2e-2).float().mean() < (0.1 if ratio == 4 else 0.005)
     assert relative(expected, exact) > 5e-3, "the quantisation is visible at all"
     assert math.isfinite(float(got.sum()))

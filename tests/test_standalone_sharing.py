@@ -1,4 +1,4 @@
-"""Requests of a `KVCacheManager` that share blocks: forks, snapshots of prefixes, and their way through host memory."""
+"""Tests of requests of a `KVCacheManager` that share blocks: forks, prefix snapshots, and copies in host memory."""
 
 from collections import Counter
 from typing import Any
@@ -25,7 +25,7 @@ def resume(manager: KVCacheManager, snapshot: Snapshot, of: Request, seed: int) 
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
 @pytest.mark.parametrize("length", [1, 3, 127, 128, 130, 256])
 def test_fork_continues_like_the_original(device: torch.device, length: int, hca_state: str) -> None:
-    """Both go on from the same tokens with different ones, in one step and in steps of their own."""
+    """Both requests continue from the same tokens with different ones, in a common step and in separate steps."""
     manager = make_manager(device, hca_state=hca_state, **EXACT)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, length)])
@@ -44,7 +44,7 @@ def test_fork_shares_full_blocks_and_copies_the_last(device: torch.device, optio
     manager = make_manager(device, **options)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, 300)])
-    manager.allocate_block(first.slot)  # in advance: the fork does not need it
+    manager.allocate_block(first.slot)  # Allocated in advance; the fork does not need it.
     second = first.fork(manager, 1)
     here, there = manager.blocks_of(first.slot), manager.blocks_of(second.slot)
     assert (len(here), len(there)) == (4, 3) and there[:2] == here[:2] and there[2] not in here
@@ -118,8 +118,8 @@ def test_fork_and_snapshot_need_a_complete_step() -> None:
 
 
 def test_forks_of_a_request_with_drafts(device: torch.device) -> None:
-    """A step of drafts over the end of a block: either request goes on from any of its tokens, and writes the block
-    before the end again."""
+    """After a draft step over the end of a block, either request can continue from any of its tokens. The block before
+    the end is then written again."""
     manager = make_manager(device, draft_tokens=4, **ONLINE)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, 126)])
@@ -167,7 +167,7 @@ def test_requests_resume_from_a_snapshot(device: torch.device, length: int, opti
 
 
 def test_a_resumed_slot_knows_its_positions(device: torch.device) -> None:
-    """As the request had them that the snapshot was taken of, whatever the slot held before."""
+    """The positions equal those of the request at the time of the snapshot, whatever the slot held before."""
     manager = make_manager(device, max_snapshots=1, draft_tokens=3, **ONLINE)
     first, other = Request.admit(manager, 0), Request.admit(manager, 1)
     run_step(manager, [(first, 256), (other, 200)])
@@ -188,7 +188,7 @@ def test_a_resumed_slot_knows_its_positions(device: torch.device) -> None:
 
 
 def test_a_snapshot_of_a_step_that_may_be_rolled_back(device: torch.device) -> None:
-    """Its tokens cannot be rolled back any more, for others may read them; those behind it can."""
+    """The snapshot's tokens cannot be rolled back any more, because other requests may read them. Later tokens can."""
     manager = make_manager(device, max_snapshots=1, draft_tokens=4, **ONLINE)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, 126)])
@@ -244,7 +244,7 @@ def test_snapshots_count_as_memory() -> None:
 
 
 def test_offload_and_restore_of_shared_blocks(device: torch.device) -> None:
-    """Who stays on the device keeps the blocks; who comes back has copies of its own."""
+    """A request that stays on the device keeps the blocks. A restored request has copies of its own."""
     manager = make_manager(device, blocks=8, max_snapshots=1, host_requests=2, host_blocks=6, **EXACT)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, 256)])
@@ -274,7 +274,7 @@ def test_offload_and_restore_of_shared_blocks(device: torch.device) -> None:
 
 
 def test_a_request_with_drafts_is_rolled_back_after_the_host(device: torch.device) -> None:
-    """The bounds of its next step go with it."""
+    """The bounds of the next step are restored with the request."""
     manager = make_manager(device, draft_tokens=4, host_requests=1, host_blocks=3, **ONLINE)
     request = Request.admit(manager, 0)
     run_step(manager, [(request, 126)])
@@ -285,13 +285,14 @@ def test_a_request_with_drafts_is_rolled_back_after_the_host(device: torch.devic
     check(back, **ONLINE)
 
 
-# --- any order --------------------------------------------------------------------------------------------------------
+# --- calls in any order -----------------------------------------------------------------------------------------------
 
 SLOTS, BLOCKS, SNAPSHOTS, HOST_REQUESTS, HOST_BLOCKS = 3, 7, 2, 1, 4
 
 
 class Sharing(RuleBasedStateMachine):
-    """Any order of calls. The model is a list of requests, snapshots and requests on the host, and their tokens."""
+    """State machine that makes calls in any order. The model is a list of requests, snapshots and offloaded requests,
+    with their tokens."""
 
     @initialize(options=st.sampled_from([EXACT, ONLINE]))
     def make(self, options: dict[str, Any]) -> None:
@@ -336,7 +337,7 @@ class Sharing(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), off=st.sampled_from([-128, -1, 1, 5, 128]))
     def append_elsewhere(self, data: st.DataObject, off: int) -> None:
-        """A step that begins anywhere else is rejected, and nothing changes."""
+        """A step that begins at any other position is rejected and changes nothing."""
         request = self.drawn(data)
         position = request.length + off
         if not 0 <= position < 128 * len(self.manager.blocks_of(request.slot)):
@@ -367,7 +368,7 @@ class Sharing(RuleBasedStateMachine):
             with pytest.raises((ValueError, RuntimeError), match=r"a multiple of 128|snapshots are kept"):
                 self.manager.take_snapshot(request.slot)
             return
-        # What the request was then: it goes on, and may end.
+        # Copy of the request at this length; the request itself continues and may end.
         then = request.branch(request.slot, request.history[-1][0], request.length)
         self.snapshots.append((self.manager.take_snapshot(request.slot), then))
 
@@ -443,7 +444,7 @@ class Sharing(RuleBasedStateMachine):
             )
 
     def teardown(self) -> None:
-        """Everybody saw their own tokens, and nothing is lost."""
+        """Check that every request saw its own tokens and that no slot or block is lost."""
         if not hasattr(self, "manager"):
             return
         for request in [*self.requests, *(request for _, request in self.waiting), *self.ended]:

@@ -1,6 +1,6 @@
-"""Where a step of the cache without a server may begin, and steps that are not read back.
+"""Tests of the start positions that a step of the cache accepts without a server, and of steps without device reads.
 
-On a GPU those are recorded into a CUDA graph and replayed at other positions. On a CPU they are called again.
+On a GPU the latter are recorded into a CUDA graph and replayed at other positions. On a CPU they are called again.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ ONLINE: dict[str, Any] = {"hca_state": "online", **EXACT}
 
 
 def append_first_layer(manager: KVCacheManager, request: Request, positions: Sequence[int], **options: int) -> None:
-    """Tokens of one request in the layer without a compressor."""
+    """Append tokens of one request to the layer without a compressor."""
     slots = torch.full((len(positions),), request.slot, device=manager.device)
     step = manager.begin_step(slots, torch.tensor(positions, device=manager.device), slots, **options)
     layer = request.layers[0]
     manager.layer(0, step).append(layer.inputs["kv"][: len(positions)], layer.weights)
 
 
-# --- where a step may begin -------------------------------------------------------------------------------------------
+# --- start positions of a step ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", [0, 127, 129, 131, 250])
@@ -61,7 +61,7 @@ def test_a_step_of_drafts_may_be_rolled_back_and_no_further() -> None:
 
 
 def test_layers_go_on_by_themselves() -> None:
-    """A step of each layer, and two steps whose layers take turns."""
+    """Run a step of each layer, then two steps whose layers are interleaved."""
     manager = make_manager(**EXACT)
     request = Request.admit(manager, 0)
     manager.allocate_block(request.slot)
@@ -93,7 +93,7 @@ def test_a_slot_without_a_request_takes_no_tokens() -> None:
     run_step(manager, [(request, 5)])
     block = manager.blocks_of(request.slot)[0]
     request.finish(manager)
-    manager.block_tables[request.slot, 0] = block  # as if it were still there
+    manager.block_tables[request.slot, 0] = block  # A stale block table entry.
     with pytest.raises(ValueError, match="state slot 0 holds no request: admit_request"):
         append_first_layer(manager, request, [5])
 
@@ -112,12 +112,12 @@ def test_a_request_without_its_blocks_is_empty() -> None:
     check(new, **EXACT)
 
 
-# --- steps that are not read back -------------------------------------------------------------------------------------
+# --- steps without device reads ---------------------------------------------------------------------------------------
 
 
 class NoReadBack(TorchDispatchMode):
-    """Fails where a CUDA graph could not be captured: at an operation that reads a value of a tensor back, or whose
-    output's size depends on one."""
+    """Mode that fails where CUDA graph capture would: at an operation that reads a tensor value back, or whose output
+    size depends on one."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "item")
 
@@ -133,8 +133,8 @@ class NoReadBack(TorchDispatchMode):
 
 
 class Recorded:
-    """A decode step of up to `size` requests with `each` tokens, over tensors that keep their addresses. The requests'
-    weights are those of `layers`."""
+    """Decode step of up to `size` requests with `each` tokens, over tensors with fixed addresses. All requests use the
+    weights of `layers`."""
 
     def __init__(self, manager: KVCacheManager, layers: list[Layer], size: int, each: int = 1) -> None:
         self.manager, self.layers, self.size, self.each = manager, layers, size, each
@@ -160,7 +160,7 @@ class Recorded:
             self.outputs.append(attend(handle, layer, x, most=LONGEST // 4))
 
     def _is_recorded(self) -> bool:
-        """In a capture, one token of each request need not be declared."""
+        """Return True in a capture of one token per request, where the number of tokens need not be declared."""
         return self.manager.device.type == "cuda" and self.each == 1
 
     def _record(self) -> Callable[[], object]:
@@ -178,8 +178,8 @@ class Recorded:
         return graph.replay
 
     def __call__(self, requests: Sequence[Request], order: Sequence[int], at: Sequence[int] | None = None) -> None:
-        """One step: request b is in place `order[b]` of the step, padding in the others. `at`: positions other than
-        those at which the requests go on."""
+        """Run one step. Request b is at place `order[b]` of the step, and the other places are padding. `at` overrides
+        the positions at which the requests continue."""
         for i, values in enumerate(self.inputs):
             for name, x in values.items():
                 x.fill_(7.0)
@@ -199,7 +199,7 @@ class Recorded:
         self.replay()
 
     def take(self, requests: Sequence[Request], order: Sequence[int]) -> None:
-        """Give the requests what the step's last call gave for them."""
+        """Append the outputs of the step's last call to the requests."""
         for request, place in zip(requests, order):
             for i, out in enumerate(self.outputs):
                 request.outputs[i].append(out[place * self.each : (place + 1) * self.each].clone())
@@ -212,13 +212,13 @@ class Recorded:
     ids=["raw", "online", "fp8", "bf16"],
 )
 def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[str, Any]) -> None:
-    """Over ends of windows and blocks, in any order, with padding; between the replays a chunk and a fork. Every output
-    is that of the same steps without a graph."""
+    """Replays cross the ends of windows and blocks, in any order and with padding. A chunk and a fork run between
+    replays. Every output equals that of the same steps without a graph."""
     manager, eager = make_manager(device, **options), make_manager(device, **options)
     requests, twins = ([Request.admit(m, seed) for seed in range(2)] for m in (manager, eager))
     for m, pair in ((manager, requests), (eager, twins)):
         run_step(m, [(pair[0], 123), (pair[1], 2)])
-        run_step(m, [(pair[0], 1), (pair[1], 1)])  # compiles what the GPU runs
+        run_step(m, [(pair[0], 1), (pair[1], 1)])  # Compiles the GPU kernels.
     recorded = Recorded(manager, requests[0].layers, size=3)
 
     def steps(count: int) -> None:
@@ -246,7 +246,7 @@ def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[
 
 
 def test_a_recorded_step_of_drafts(device: torch.device) -> None:
-    """Three tokens of each request, of which the next step keeps one to three."""
+    """Each step has three tokens per request, of which the next step keeps one to three."""
     manager = make_manager(device, draft_tokens=3, **ONLINE)
     requests = [Request.admit(manager, seed) for seed in range(2)]
     run_step(manager, [(requests[0], 120), (requests[1], 3)])
@@ -269,7 +269,8 @@ def state_bytes(manager: KVCacheManager) -> list[Tensor]:
 
 
 def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) -> None:
-    """As if it were padding, and one line says so afterwards. Nobody else is disturbed."""
+    """A skipped token has no effect, like padding. One error reports it afterwards, and other requests are
+    unaffected."""
     manager = make_manager(device, blocks=4, **EXACT)
     requests = [Request.admit(manager, seed) for seed in range(2)]
     run_step(manager, [(requests[0], 100), (requests[1], 30)])
@@ -284,7 +285,7 @@ def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) ->
         assert all(torch.equal(a, b) for a, b in zip(before, state_bytes(manager))), message
         with pytest.raises(ValueError, match=message):
             manager.raise_if_skipped()
-        manager.raise_if_skipped()  # says it once
+        manager.raise_if_skipped()  # The error is raised once.
 
     for at in (101, 103):
         recorded(requests[:1], [1], at=[at])
@@ -308,7 +309,7 @@ def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) ->
 
 
 def test_two_requests_of_a_recorded_step_in_one_slot(device: torch.device) -> None:
-    """The second is skipped."""
+    """The second request is skipped."""
     manager = make_manager(device, **EXACT)
     request = Request.admit(manager, 0)
     run_step(manager, [(request, 10)])
@@ -332,7 +333,7 @@ def test_tokens_per_request_that_cannot_be() -> None:
 
 
 def test_an_eager_step_reads_back() -> None:
-    """So the check above can fail."""
+    """Negative control: the check above fails for an eager step."""
     manager = make_manager(**EXACT)
     request = Request.admit(manager, 0)
     manager.allocate_block(request.slot)

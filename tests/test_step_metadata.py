@@ -1,4 +1,4 @@
-"""The metadata of a step against its definitions, token by token (SPEC 4.3, 4.4)."""
+"""Tests of the metadata of a step against its definitions, token by token (SPEC 4.3, 4.4)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOP_K = 64
 
 
 class Tables:
-    """SGLang's side: requests in rows 1.. of req_to_token, each with pages of its own, state slots in any order."""
+    """Tables of SGLang: requests in rows 1.. of req_to_token, each with its own pages, and state slots in any order."""
 
     def __init__(self, requests: int, device: torch.device, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,8 @@ def snapshot(buffers: DecodeBuffers, tables: Tables, requests: torch.Tensor, seq
 
 
 def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuffers, interval: int) -> StepMetadata:
-    """A decode step as a CUDA graph's static inputs hold it: `lengths` tokens before the step, then padding rows."""
+    """Return a decode step with the static inputs of a CUDA graph: `lengths` tokens before the step, then padding
+    rows."""
     device = tables.req_to_token.device
     n = len(lengths)
     requests = torch.tensor([*range(1, n + 1), *[0] * padding], device=device)
@@ -108,7 +109,7 @@ def test_decode(lengths: list[int], padding: int, ring_rows: int) -> None:
 @given(lengths=LENGTHS, draft_tokens=st.sampled_from([0, 8]))
 @settings(max_examples=30)
 def test_the_library_makes_the_same_decode_step(lengths: list[int], draft_tokens: int) -> None:
-    """`Step` from its tensors a token, `build_decode` from SGLang's tables: every tensor that both have."""
+    """`Step` from per-token tensors and `build_decode` from SGLang's tables agree in every tensor that both have."""
     n = len(lengths)
     tables = Tables(n, torch.device("cpu"))
     buffers = DecodeBuffers(n, MAX_LENGTH // BLOCK, "cpu", state_rows(draft_tokens).ring)
@@ -132,7 +133,8 @@ def test_decode_buffers_keep_nothing_of_the_last_step() -> None:
 
 
 def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
-    """Padding, a length that fills the table, one that ends with a block; ids behind them and rows of nobody."""
+    """Ids behind a length and unused rows stay unchanged. Cases: padding, a length that fills the table, and one that
+    ends with a block."""
     tables = Tables(3, torch.device("cpu"))
     buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, "cpu")
     buffers.state_slots.fill_(-9)
@@ -151,7 +153,7 @@ def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
 @given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(2, 8), before=st.sampled_from([0, -8]))
 @settings(max_examples=60)
 def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, before: int) -> None:
-    """A step that verifies drafts is token by token the decode steps of these positions."""
+    """A step that verifies drafts equals the decode steps of its positions, token by token."""
     n, ring_rows = len(lengths), 136
     lengths = [min(length, MAX_LENGTH - each) for length in lengths]
     tables = Tables(n, torch.device("cpu"))
@@ -192,7 +194,8 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
 @given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(1, 8))
 @settings(max_examples=60)
 def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
-    """Every token of a block sees the 128 before it and the whole block, in the order of SGLang's own list of pages."""
+    """Every token of a block sees the 128 tokens before it and the whole block, in the order of SGLang's list of
+    pages."""
     from sglang.kernels.ops.speculative.dspark import dspark_attn_metadata as sglang
 
     n, ring_rows = len(lengths), 128 + each + 1
@@ -212,7 +215,7 @@ def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
         block_size=each,
         swa_window=128,
     )
-    # With page slots for positions: its list is then one of positions.
+    # Position ids replace the page slots, so the list contains positions.
     pages, page_lens = sglang.build_dspark_swa_page_indices(
         req_to_token=torch.arange(MAX_LENGTH + 128).expand(n + 1, -1),
         full_to_swa_mapping=torch.arange(MAX_LENGTH + 128),
@@ -251,7 +254,8 @@ def test_layers_without_entries_read_no_block_table() -> None:
 
 @pytest.mark.gpu
 def test_decode_recorded_in_a_cuda_graph() -> None:
-    """Recorded once, replayed on other values of the static inputs, while the scheduler's tables already change."""
+    """The graph is recorded once and replayed on other values of its static inputs, while the scheduler's tables
+    already change."""
     device = resolve_device("cuda")
     tables = Tables(4, device)
     buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, device)
@@ -301,7 +305,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
     real = torch.cat([torch.arange(p, p + c) for p, c in chunks])
     positions = torch.cat([real, real.new_zeros(padding)])
     owner = torch.repeat_interleave(torch.arange(n), count)
-    # Every other multiple of 128 whose block is in the chunk, at most two a request.
+    # Snapshots are due at every other multiple of 128 whose block is in the chunk, at most two per request.
     due = [[e for e in range(256, p + c + 1, 256) if e - 128 >= p][:2] for p, c in chunks]
     track_lens = torch.tensor([[*ends, 0, 0][:2] for ends in due])
     track_slots = torch.where(track_lens > 0, 200 + torch.arange(2 * n).view(n, 2), -1)

@@ -1,4 +1,5 @@
-"""The simulation of two tiers: what the host adds, what it gives up, and that nothing is lost on the way."""
+"""Tests of the simulation of two tiers: the gain from the host, its evictions, and the accounting of blocks and
+slots."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 
 def test_the_host_adds_what_it_holds() -> None:
-    """160 conversations of 20,000 tokens, of which a device of 1.0 M tokens holds a third less those that run: all are
-    found that both hold, or the share of them."""
+    """The working set is 160 conversations of 20,000 tokens. The device holds 1.0 M tokens, a third of it, minus
+    running requests. All conversations hit if both tiers together hold them, or else the fraction that they hold."""
     hits = {ratio: simulate(rounds(160, 20_000, 4), ratio) for ratio in (0, 2, 4)}
     assert hits[0]["hit"] < 0.3 and hits[0]["from_host"] == 0
     assert hits[0]["hit"] + 0.2 < hits[2]["hit"] < 0.85
@@ -23,22 +24,23 @@ def test_the_host_adds_what_it_holds() -> None:
 
 
 def test_a_loop_that_grows_beyond_both_places_keeps_hitting() -> None:
-    """12 conversations of 40 blocks, then 40, of which the 1,000 blocks of both places hold some 22: nothing would hit
-    if lines that were given up were not known again."""
+    """The load grows from 12 to 40 conversations of 40 blocks, and the 1,000 blocks of both tiers hold about 22.
+    Without ghost hits nothing would hit."""
     rows = grow(TieredSimulation(200, 4, 800, 100), [(12, 3), (40, 4)], 5_000)
     assert [row["conversations"] for row in rows] == [12] * 3 + [40] * 4
     assert all(row["hit"] > (0.95 if row["conversations"] == 12 else 0.4) for row in rows)
 
 
 def test_the_host_need_not_have_what_the_device_has() -> None:
-    """Where a host of twice the device with copies of all has no room for the last conversations."""
+    """The host has twice the device's size. If it also copies the device's contents, it has no space for the last
+    conversations."""
     turns = load(60, 5, tokens=(2_000, 20_000), generate=(8, 16))
     hits = [simulate(turns, 2, tokens=200_000, copies=copies)["hit"] for copies in (True, False)]
     assert hits[0] + 0.015 < hits[1], hits
 
 
 def test_copies_first_finds_more_than_the_least_worth_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the device has."""
+    """Evicting copies of device contents first finds more than evicting the lowest value first."""
     turns = load(60, 5, tokens=(2_000, 20_000), generate=(8, 16))
     found = simulate(turns, 1, tokens=200_000)["hit"]
     monkeypatch.setattr(SnapshotRegistry, "host_value", lambda self, score: 1 / score)
@@ -46,8 +48,8 @@ def test_copies_first_finds_more_than_the_least_worth_first(monkeypatch: pytest.
 
 
 def test_one_memory_for_both_fits_the_load() -> None:
-    """Conversations of 2,000 tokens want more snapshots than a twelfth of the bytes holds; who knows what comes next
-    loses nothing where a third more would hold all."""
+    """Conversations of 2,000 tokens need more snapshots than a twelfth of the bytes holds, so one memory shared by
+    blocks and snapshots hits more. A policy that knows the next requests hits most."""
     turns = list(rounds(400, 2_000, 4))
     split, shared, knows = (
         simulate(turns, 3, 1 / 12, tokens=200_000, copies=True, shared=shared, ahead=ahead)["hit"]
@@ -57,7 +59,7 @@ def test_one_memory_for_both_fits_the_load() -> None:
 
 
 def check_device(tree: PrefixTree, nodes: list[Node], slots: list[int]) -> None:
-    """Every block and slot is free or a node's, once."""
+    """Check that every block and slot is free or has exactly one owner."""
     assert not any(node.locks for node in nodes)
     blocks = [*tree.block_pool.free_ids(), *(block for node in nodes for block in node.blocks)]
     assert sorted(blocks) == list(range(1, tree.block_pool.size + 1))
@@ -65,8 +67,8 @@ def check_device(tree: PrefixTree, nodes: list[Node], slots: list[int]) -> None:
 
 
 def check(tree: TieredTree) -> None:
-    """The same of the host's, and that the registry says what there is. What a place has of a path begins at the
-    root, and ends at a snapshot on the host."""
+    """Check that each host block and row has one owner and that the registry agrees. The part of a path in a tier
+    starts at the root, and on the host it ends at a snapshot."""
     nodes, registry = list(tree.nodes()), tree.registry
     check_device(tree, nodes, [tree.slot(node) for node in nodes if tree.slot(node)])
     blocks = [*tree.host_blocks.free_ids(), *(block for there in tree.on_host.values() for block in there)]
@@ -91,7 +93,7 @@ def check(tree: TieredTree) -> None:
 
 @pytest.mark.parametrize("host", [(200, 4), (1200, 36), (1200, 8), (300, 36)])
 def test_both_places_have_one_owner(host: tuple[int, int]) -> None:
-    """After branches, evictions and loads, in pools so small that some requests are not served."""
+    """The check passes after branches, evictions and loads, in pools so small that some requests are not served."""
     simulation = TieredSimulation(400, 12, *host)
     for turn in load(40, 6, tokens=(2_000, 40_000), generate=(8, 64)):
         simulation.serve(turn)

@@ -1,4 +1,4 @@
-"""`dsv4-sglang top` on pages that are not this package's; tests/server has it on real servers."""
+"""Tests of `dsv4-sglang top` on metrics pages of other programs. tests/server runs it on real servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SGLANG_ALONE = '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{en
 
 @contextmanager
 def answering(status: int, page: str) -> Iterator[str]:
-    """A server that gives one page for every path."""
+    """Run a server that returns one page for every path."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

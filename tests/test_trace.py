@@ -1,4 +1,4 @@
-"""Trace files, the hits of perfect caches, and their replay against a server."""
+"""Tests of trace files, the hits of perfect caches, and trace replay against a server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_equal_hash_ids_are_equal_tokens() -> None:
 
 
 def test_an_unbounded_cache_finds_the_longest_common_prefix() -> None:
-    """Compared with the tokens themselves, for a trace with branches and partial blocks."""
+    """The result equals a comparison of the tokens, for a trace with branches and partial blocks."""
     config = replace(TINY, turns=(6, 10), tokens=(8_000, 16_000), generate=(300, 900))
     made = [
         Request(0.0, line["input_length"], 1, tuple(line["hash_ids"]), 0)
@@ -64,7 +64,8 @@ def _common(a: object, b: object) -> int:
 
 
 def _best(requests: list[Request], room: int, number: int = 0, held: frozenset[int] = frozenset()) -> int:
-    """Most blocks that any cache of `room` blocks can hit, by trying all choices of what to keep."""
+    """Return the maximum number of blocks that a cache of `room` blocks can hit, by trying all choices of what to
+    keep."""
     if number == len(requests):
         return 0
     ids = requests[number].ids
@@ -78,7 +79,7 @@ def _best(requests: list[Request], room: int, number: int = 0, held: frozenset[i
 def test_a_bounded_perfect_cache_is_the_best_of_all(seed: int) -> None:
     rng = random.Random(seed)
     paths = [(1, 2), (1, 3), (4,), (1, 2, 5)]
-    # An id behind each prompt that never comes again: its last token is computed in any case.
+    # Each prompt ends with a unique id, because its last token is always computed.
     requests = [one(*rng.choice(paths), 100 + number, session=number) for number in range(6)]
     for room in (1, 2, 3):
         assert sum(perfect_hits(requests, room * HASH_BLOCK)) == HASH_BLOCK * _best(requests, room)
@@ -102,7 +103,7 @@ def test_a_line_that_is_no_request_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_agents_hit_what_agents_hit(tmp_path: Path) -> None:
-    """The share of AgentX, 96.8 %, and the same file for the same seed."""
+    """The hit rate is AgentX's, 96.8 %, and the same seed gives the same file."""
     file = written(tmp_path / "agents.jsonl", agent_trace.agents(8, 16, seed=1))
     made = load(file)
     assert 0.96 < sum(perfect_hits(made)) / sum(request.tokens for request in made) < 0.985
@@ -112,7 +113,7 @@ def test_agents_hit_what_agents_hit(tmp_path: Path) -> None:
 
 
 class Told:
-    """A client whose requests take 20 ms, and which notes when each began and ended."""
+    """Client whose requests take 20 ms and which records when each begins and ends."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[float, float]] = []
@@ -153,7 +154,7 @@ def test_nothing_is_sent_after_the_deadline_and_errors_are_raised() -> None:
 
 
 def test_what_was_missed_is_told_by_cause() -> None:
-    """Two requests of one new prefix at once, then one whose snapshot is missing for 512 of its tokens."""
+    """Two concurrent requests share a new prefix. A third one misses 512 tokens for want of a snapshot."""
 
     def done(begin: float, cached: int) -> trace.Done:
         return trace.Done(begin, 0.0, 1536, 1, cached, {"device": cached}, 1.0, 1.0, 0.0)
@@ -169,7 +170,7 @@ def test_what_was_missed_is_told_by_cause() -> None:
 
 @pytest.mark.server
 def test_a_trace_on_a_server(tmp_path: Path) -> None:
-    """Agents on a real server: both loops serve every request, and hit no more than the ideal."""
+    """Both loops serve every agent request on a real server and hit at most the ideal."""
     config = replace(TINY, conversations=2, systems=(512,), turns=(3, 3), tokens=(700, 900))
     file, out = written(tmp_path / "agents.jsonl", config), tmp_path / "out.jsonl"
     given = [str(file), "--dry-run", "--closed", "2", "--open", "0.5", "--cap", "2", "--out", str(out)]
@@ -177,11 +178,11 @@ def test_a_trace_on_a_server(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["loop"], row["requests"]) for row in rows] == [("closed", len(load(file))), ("open", len(load(file)))]
     for row in rows:
-        assert 0.7 < row["hit_of_ideal"] <= 1.0  # of 500 tokens up to 127 lie behind a snapshot
+        assert 0.7 < row["hit_of_ideal"] <= 1.0  # Up to 127 of 500 tokens lie behind a snapshot.
         missed = row["missed"]
         assert missed["tokens"] == missed["in_flight"] + missed["no_snapshot"] + missed["other"]
         assert row["environment"]["versions"]["sglang"]
     lines = [json.loads(line) for line in out.with_suffix(".requests.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * len(load(file))
-    # The server may compute the later of two requests at once first: one may hit more than its ideal.
+    # The server may compute the later of two concurrent requests first, so one may hit more than its ideal.
     assert all(line["total"] >= line["first_token"] > 0 for line in lines)

@@ -1,8 +1,8 @@
-"""DeepSeek-V4.1's geometry (SPEC 11): config, layers, bytes, formats, and what a step appends.
+"""Tests of DeepSeek-V4.1's geometry (SPEC 11): config, layers, bytes, formats, and the rows that a step appends.
 
-What is expected comes from DeepSeek's own formulas (`v41_formulas`): `act_quant`, `fp4_act_quant`, `Compressor`,
-`Indexer` and `Attention._window_kv` of inference/model.py and kernel.py. With a release of SGLang that has V4.1 its
-quantisers and layouts are compared too.
+The expected values come from DeepSeek's own formulas (`v41_formulas`): `act_quant`, `fp4_act_quant`, `Compressor`,
+`Indexer` and `Attention._window_kv` of inference/model.py and kernel.py. With a release of SGLang that supports V4.1,
+its quantisers and layouts are compared too.
 """
 
 import functools
@@ -28,7 +28,7 @@ from dsv4_sglang.model.v41 import (
 )
 from dsv4_sglang.ops.rope import rope_table
 
-# As published with DeepSeek-V4.1-Flash, what the cache depends on and a few fields besides.
+# Fields published with DeepSeek-V4.1-Flash that the cache depends on, and a few others.
 PUBLISHED = {
     "architectures": ["DeepseekV41ForCausalLM"],
     "model_type": "deepseek_v41",
@@ -73,7 +73,7 @@ PUBLISHED = {
 
 def test_config_as_published():
     assert V41Config.from_hf(PUBLISHED) == V41Config.flash()
-    flat = {**PUBLISHED["text_config"], "model_type": "deepseek_v41"}  # as SGLang's config has it
+    flat = {**PUBLISHED["text_config"], "model_type": "deepseek_v41"}  # The form of SGLang's config.
     assert V41Config.from_hf(flat) == V41Config.flash()
     assert V41Config.from_hf({**flat, "candidate_source_layer_id": -1}).candidate_source_layer_id == -1
 
@@ -118,7 +118,7 @@ def test_it_is_not_taken_for_v4(model_type):
 
 
 def test_layers():
-    """The snapshot has compressors and index keys in 4 layers, indexers in 8."""
+    """The released model has compressors and index keys in 4 layers, and indexers in 8."""
     schedule = v41_schedule(V41Config.flash(), draft_layers=3)
     by_role = {role: [spec.layer_idx for spec in schedule if spec.role is role] for role in Csa2Role}
     assert by_role[Csa2Role.WINDOW] == [0, 1, 40, 41, 42]
@@ -133,7 +133,7 @@ def test_layers():
 
 
 def test_bytes():
-    """The report's 890 B a token are 288 and 68 B for each entry of four layers; ours has keys of 72 B."""
+    """The report's 890 B per token are 288 and 68 B for each entry of four layers. Our keys take 72 B."""
     schemas = v41_layout(v41_schedule(V41Config.flash()), torch.device("cpu")).schemas
     entries_of_a_token = 3 / 2 + 1
     latent, key = 512 // 2 + 512 // 16, 128 // 2 + 128 // 32
@@ -152,7 +152,7 @@ def test_bytes():
 
 
 def test_rows_of_a_tail():
-    """Every way to take tokens back: no row that is still needed is written by another position."""
+    """No rollback overwrites a row that is still needed."""
     for d in range(1, 12):
         rows = pair_rows(d)
         assert d <= pair_draft_tokens(rows) and (rows == 1 or pair_draft_tokens(rows - 1) < d)
@@ -169,7 +169,7 @@ def test_rows_of_a_tail():
 
 
 def rows_of_all_sizes() -> torch.Tensor:
-    """Random rows, corner values and every tie of the grids, bf16."""
+    """Return random rows, corner values and every tie of the grids, in bf16."""
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(24, 512, generator=g) * 2.0 ** torch.randint(-16, 16, (24, 1), generator=g)
     rows[0], rows[1], rows[2] = 0, -0.0, 1e-6
@@ -197,7 +197,7 @@ def test_entries_are_those_of_training():
 
 
 def test_layout_of_a_block():
-    """Data of all rows first, then their scales: so FlashMLA's V4.1 kernels read them."""
+    """All rows' data comes first, then their scales, as FlashMLA's V4.1 kernels read them."""
     x = rows_of_all_sizes()[6:8].float()
     for kv_format, quantise in ((V41KVFormat.FP8, quantise_fp8), (V41KVFormat.FP4, quantise_fp4)):
         table = make_kv_buffers(1, 2, 2, kv_format, torch.device("cpu"))[0]
@@ -220,7 +220,7 @@ def test_formats_equal_those_of_sglang():
     x = rows_of_all_sizes()
     small = (
         x.float().unflatten(-1, (-1, 32)).abs().amax(-1).amin(-1) <= 448e-4
-    )  # floors of FP8 scales differ (SPEC 11.4)
+    )  # FP8 scales have different floors (SPEC 11.4).
     for kv_format, layout, quantise, rows in (
         (V41KVFormat.FP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
         (V41KVFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
@@ -237,7 +237,7 @@ def test_formats_equal_those_of_sglang():
 
 @functools.cache
 def layer(ratio: int):
-    """Weights and the projections of two requests of LENGTH tokens."""
+    """Return the weights and the projections of two requests of LENGTH tokens."""
     g = torch.Generator().manual_seed(ratio)
     return {
         "kv": torch.randn(2, LENGTH, 512, generator=g).bfloat16(),
@@ -254,7 +254,8 @@ def layer(ratio: int):
 
 @functools.cache
 def expected(ratio: int, request: int):
-    """(window rows, latents, entries, keys) of a whole request, as inference/model.py makes them in one prefill."""
+    """Return (window rows, latents, entries, keys) of a whole request, computed in one prefill as in
+    inference/model.py."""
     w, freqs = layer(ratio), freqs_cis(ratio)
     rows = rotated(normalised(w["kv"][request], w["kv_norm"]), freqs)
     rows = act_quant(rows.double()).float()
@@ -278,7 +279,7 @@ def expected(ratio: int, request: int):
 @SGLANG_HAS_IT
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_entries_equal_those_of_sglang(ratio):
-    """Its own torch forms of what its kernels do."""
+    """Compare with SGLang's torch versions of its kernels."""
     from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_compressed_kv, fake_quant_fp4
     from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Compressor, RMSNorm, rope_tail
 
@@ -299,7 +300,7 @@ def test_entries_equal_those_of_sglang(ratio):
 
 
 class Run:
-    """Two requests in slots 2 and 1 of a layer, through the ops."""
+    """Two requests in slots 2 and 1 of a layer, run through the ops."""
 
     slots = (2, 1)
 
@@ -312,7 +313,7 @@ class Run:
         self.entries = make_kv_buffers(1, 6, per_block, V41KVFormat.FP4, torch.device("cpu"))[0] if ratio else None
         self.keys = torch.zeros(6, per_block, 72, dtype=torch.uint8) if ratio else None
         self.latents = [torch.full((LENGTH, 512), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
-        self.tables = ([5, 0, 3], [1, 4, 2])  # blocks of the requests
+        self.tables = ([5, 0, 3], [1, 4, 2])  # Blocks of the requests.
 
     def step(self, counts: tuple[int, int], decode: bool, track: bool = False) -> None:
         w, t = self.inputs, torch.int32
@@ -350,7 +351,7 @@ class Run:
         self.lengths = [hi for _, hi in spans]
 
     def check_window(self, window: torch.Tensor, spans: list[tuple[int, int]]) -> None:
-        """What the step's queries read: the 128 rows before the chunk, and the chunk's."""
+        """Check the rows that the step's queries read: the 128 rows before the chunk, and the chunk's."""
         table, base = V41Table(window, V41KVFormat.FP8), 0
         for b, (lo, hi) in enumerate(spans):
             at = torch.arange(max(0, lo - 128), hi)
@@ -399,7 +400,7 @@ def test_decode(ratio):
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("d", [2, 3, 5, 6])
 def test_tokens_are_taken_back(ratio, d):
-    """Steps of d tokens whose rejected ones had other projections: the next step begins at any length."""
+    """The next step begins at any length within a step of d tokens, whose rejected tokens had other projections."""
     run = Run(ratio, draft_tokens=d)
     run.step((129, 140), decode=False)
     for kept in ((1, d), (d, 1), (2, 2), (1, 1), (d - 1, 2)):

@@ -1,10 +1,11 @@
-"""A whole DeepSeek-V4.1 cache (SPEC 11): requests in chunks and single tokens through all layers of a small model,
-compared with a dense computation.
+"""Tests of a whole DeepSeek-V4.1 cache (SPEC 11): requests run in chunks and single tokens through all layers of a
+small model, compared with a dense computation.
 
-The dense side has for each request and layer one vector a position, computed in one go by DeepSeek's formulas
-(`v41_formulas`), and from them scores, both levels of the selection and the softmax, token by token, in float64: no
-ring, no block, no slot, no chunk. Inputs and the way to rotate make all that is rounded or chosen the same in any order
-of sums: a pair's scores are equal or far apart, the indexer's matrix picks channels, head weights are multiples of 1/2.
+The dense computation has one vector per request, layer and position, computed at once by DeepSeek's formulas
+(`v41_formulas`). It derives scores, both levels of the selection and the softmax from them, token by token, in float64,
+without rings, blocks, slots or chunks. Inputs and rotation are chosen so that rounding and selection do not depend on
+the summation order: a pair's scores are equal or far apart, the indexer's matrix picks channels, and head weights are
+multiples of 1/2.
 """
 
 import functools
@@ -36,7 +37,8 @@ SGLANG_HAS_IT = pytest.mark.skipif(
 
 CPU = torch.device("cpu")
 BOUND = 1e-5
-# On a GPU a last bit of a norm or an angle may decide how a number of a row is rounded, and that which entry is chosen.
+# On a GPU, the last bit of a norm or an angle may decide how a value of a row is rounded, and thus which entry is
+# selected.
 GPU_BOUND, GPU_DISAGGREGATED = 1e-2, 0.02
 
 LENGTH, HEADS, INDEX_HEADS, TOP = 330, 2, 32, 12
@@ -57,13 +59,13 @@ CONFIG = V41Config(
         "candidate_block_size": 4,
     }
 )
+# Window; full, reuse; full, reuse (ratio 2); full with candidates, reuse, reindex within them, reuse (ratio 1); window
+# of a draft stage.
 SCHEDULE = v41_schedule(CONFIG, draft_layers=1)
-"""Window; full, reuse; full, reuse (ratio 2); full with candidates, reuse, reindex within them, reuse (ratio 1); window
-of a draft stage."""
 
 
 class Layer:
-    """A layer's weights, and every projection of each request, by position."""
+    """Weights of a layer, and the projections of each request by position."""
 
     def __init__(self, number: int, requests: int) -> None:
         spec = SCHEDULE[number]
@@ -99,8 +101,8 @@ class Layer:
         self.sink = torch.randn(HEADS, generator=g)
 
 
+# The tokens of the last request are drafts that turn out wrong.
 REQUESTS = 4
-"""The last one's tokens are drafts that turn out wrong."""
 
 
 @functools.cache
@@ -120,7 +122,7 @@ def weights_on(device: torch.device) -> list[V41LayerWeights]:
 
 
 def turned(x: Tensor, ratio: int, every: int = 1, back: bool = False) -> Tensor:
-    """[n, ..., D], whose row i is at the position i * every: the last 64 dims rotated in fp32, or back in float64."""
+    """Rotate the last 64 dims of x [n, ..., D] in fp32, or back in float64. Row i is at position i * every."""
     turns = angles(ratio, LENGTH)[::every]
     turns = turns.view(len(turns), *[1] * (x.dim() - 2), 32)
     turns = -turns.double() if back else turns
@@ -131,7 +133,7 @@ def turned(x: Tensor, ratio: int, every: int = 1, back: bool = False) -> Tensor:
 
 
 def _entries(layer: Layer, ratio: int, request: int) -> tuple[Tensor, Tensor]:
-    """(entries, index keys) of a whole request."""
+    """Return (entries, index keys) of a whole request."""
     x = layer.compressor[request]
     if ratio == 2:
         k, score = x.unflatten(0, (-1, 2)).split(512, -1)
@@ -143,7 +145,7 @@ def _entries(layer: Layer, ratio: int, request: int) -> tuple[Tensor, Tensor]:
 
 
 def _scores(layer: Layer, keys: Tensor, ratio: int, request: int) -> Tensor:
-    """[LENGTH, entries], -inf where the query's token comes before the entry's last one."""
+    """Return scores [LENGTH, entries], with -inf where the query's token comes before the entry's last token."""
     query = fp4_act_quant(turned(layer.index_q[request], ratio).double(), 32, False)
     each = torch.einsum("thd,nd->thn", query, keys).relu()
     scores = (each * layer.head_weights[request].double()[..., None]).sum(1)
@@ -153,7 +155,7 @@ def _scores(layer: Layer, keys: Tensor, ratio: int, request: int) -> Tensor:
 
 
 def _candidates(scores: list[float], size: int, most: int) -> set[int]:
-    """Entries of the best blocks among the visible ones, which `scores` has."""
+    """Return the entries of the best blocks among the visible entries, which `scores` covers."""
     blocks = [scores[i : i + size] for i in range(0, len(scores), size)]
     ranked = sorted(range(len(blocks)), key=lambda b: (b < len(blocks) - 1, -max(blocks[b]), b))
     return {entry for b in ranked[:most] for entry in range(b * size, (b + 1) * size)}
@@ -161,7 +163,7 @@ def _candidates(scores: list[float], size: int, most: int) -> set[int]:
 
 @functools.cache
 def dense(request: int) -> list[Tensor]:
-    """Of each layer the attention output [LENGTH, H, 512] of a whole request."""
+    """Return the attention output [LENGTH, H, 512] of a whole request for each layer."""
     outputs = []
     entries = keys = chosen = candidates = None
     for spec, layer in zip(SCHEDULE, layers()):
@@ -198,7 +200,7 @@ def dense(request: int) -> list[Tensor]:
 
 
 class Play:
-    """Requests in a cache; of each its slot, its blocks and how many tokens it has."""
+    """Requests in a cache, with the slot, the blocks and the number of tokens of each."""
 
     def __init__(self, seed: int, draft_tokens: int = 0, device: torch.device = CPU) -> None:
         self.g = torch.Generator().manual_seed(seed)
@@ -207,7 +209,7 @@ class Play:
             CONFIG, num_slots=6, num_blocks=24, snapshots=3, draft_tokens=draft_tokens, draft_layers=1, device=device
         )
         pools = [table for pool in self.cache.pools if pool for table in pool.allocations]
-        for tensor in [*self.cache.state.allocations, *pools]:  # what another request left
+        for tensor in [*self.cache.state.allocations, *pools]:  # Stale bytes of other requests.
             left = torch.randint(0, 120, tensor.view(torch.uint8).shape, dtype=torch.uint8, generator=self.g)
             tensor.view(torch.uint8).copy_(left)
         self.free = torch.randperm(24, generator=self.g).tolist()
@@ -222,7 +224,7 @@ class Play:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
     def resume(self, request: int, slot: int, snapshot: int, length: int, like: int) -> None:
-        """A request of the tokens of `like`, whose slot has its blocks, from a snapshot at `length`."""
+        """Start a request with the tokens of `like` from a snapshot at `length`, sharing the blocks of its slot."""
         self.admit(request, slot)
         self.cache.state.load(self.ids(snapshot), self.ids(slot))
         self.cache.block_tables[slot, : length // 128] = self.cache.block_tables[like, : length // 128]
@@ -235,10 +237,11 @@ class Play:
         right: dict[int, int] | None = None,
         staging: dict[int, int] | None = None,
     ) -> dict[int, list[Tensor]]:
-        """The next `counts` tokens of each request; its outputs of all layers.
+        """Run the next `counts` tokens of each request and return its outputs of all layers.
 
-        A request has the tokens of that in `tokens_of`, its own by default; behind the first `right` ones those of yet
-        another. `staging`: of a request the slot that takes its rows up to the step's last multiple of 128.
+        A request uses the tokens of the request in `tokens_of`, by default its own. Tokens after the first `right` ones
+        come from the request with wrong drafts. `staging` gives the slot of a request that receives its rows up to the
+        step's last multiple of 128.
         """
         tokens = [(r, self.lengths[r] + i, i) for r, n in counts.items() for i in range(n)]
         for r, n in counts.items():
@@ -265,7 +268,8 @@ class Play:
         return outputs
 
     def check(self, counts: dict[int, int], tokens_of: dict[int, int] | None = None, **given) -> None:
-        """A step whose outputs are the dense ones, of the tokens that are right. Those behind are taken back."""
+        """Run a step and compare the outputs of the accepted tokens with the dense ones. The other tokens are rolled
+        back."""
         outputs = self.step(counts, tokens_of, **given)
         for r, n in (counts | given.get("right", {})).items():
             begin = self.lengths[r] - counts[r]
@@ -286,7 +290,7 @@ class Play:
 
 
 def run_layer(step: V41Step, number: int, layer: Layer, who: Tensor, positions: Tensor) -> Tensor:
-    """What a model does in a layer."""
+    """Run one layer as a model does."""
     device = step.metadata.slots.device
     spec, weights = SCHEDULE[number], weights_on(device)[number]
 
@@ -302,7 +306,8 @@ def run_layer(step: V41Step, number: int, layer: Layer, who: Tensor, positions: 
 
 
 def random_requests(seed: int, device: torch.device = CPU) -> None:
-    """Requests come one after another; steps are prefills of chunks of some of them and decodes of all."""
+    """Run random requests that arrive one after another. Steps are prefills of chunks of some requests and decodes of
+    all."""
     play = Play(seed, device=device)
     chunks = (1, 2, 3, 7, 40, 127, 128, 129, 150)
     waiting = torch.randperm(REQUESTS - 1, generator=play.g).tolist()
@@ -334,12 +339,12 @@ def test_chunks_and_single_tokens_equal_dense(seed, device):
 
 
 def test_resumed_from_a_snapshot_equals_cold(device):
-    """The state at 256 tokens: copied between steps, and written as a step passes it; then in another slot, with the
-    blocks before it shared and anything in its compressor states."""
+    """The state at 256 tokens is copied between steps, or written as a step passes it. It then resumes in a different
+    slot with undefined compressor states, sharing the blocks before it."""
     cold = Play(3, device=device)
     cold.admit(0, slot=1)
     cold.check({0: 120})
-    cold.check({0: 180}, staging={0: 4})  # passes 256
+    cold.check({0: 180}, staging={0: 4})  # Passes 256.
     cold.cache.state.store(cold.ids(4, -1), cold.ids(1, 2))
     rest = [cold.step({0: n}) for n in (1, 1, 20, 1, 7)]
 
@@ -365,7 +370,8 @@ def test_resumed_from_a_snapshot_equals_cold(device):
 
 
 def test_padding_writes_and_sees_nothing(device):
-    """A token without a slot beside one of a request, whatever its positions and projections; slot 0 has no blocks."""
+    """A token without a slot beside one of a request has no effect, whatever its positions and projections. Slot 0 has
+    no blocks."""
     play = Play(8, device=device)
     play.admit(0, slot=1)
     play.check({0: 130})
@@ -390,7 +396,7 @@ def test_padding_writes_and_sees_nothing(device):
 
 
 def test_resumed_from_host_memory(device):
-    """Blocks and snapshot go to the host and come back to other places; what they had is overwritten."""
+    """Blocks and a snapshot are copied to the host and restored to other places. Their old places are overwritten."""
     play = Play(7, device=device)
     play.admit(0, slot=1)
     play.check({0: 256})
@@ -413,7 +419,7 @@ def test_resumed_from_host_memory(device):
 
 @pytest.mark.parametrize("d", [2, 5])
 def test_drafts_are_taken_back(d, device=CPU):
-    """Steps of d tokens of which some are wrong: the next step begins at the first of these."""
+    """After a step of d tokens with wrong ones, the next step begins at the first wrong token."""
     play = Play(6, draft_tokens=d, device=device)
     for r, slot in ((0, 3), (1, 0)):
         play.admit(r, slot)
@@ -422,7 +428,7 @@ def test_drafts_are_taken_back(d, device=CPU):
         play.check({0: d, 1: d}, right=dict(zip((0, 1), right)))
 
 
-# ---- what each part is for: without it the outputs are others
+# ---- negative controls: breaking one part changes the outputs
 
 
 def breaks(said: str, play=lambda: random_requests(0)) -> None:
@@ -439,7 +445,8 @@ def test_a_ring_that_is_one_row_short_is_seen(monkeypatch):
 
 
 def test_a_ring_short_for_drafts_is_seen(monkeypatch):
-    """127 rows and the step's, one less: the step's last token has the row of one that its first still sees."""
+    """The ring has one row less than 127 plus the step's tokens. The step's last token overwrites a row that its first
+    token still sees."""
     monkeypatch.setattr(V41LayerSchema, "ring_rows", 130)
     monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
     breaks(r"layer 0 \(window\)", lambda: test_drafts_are_taken_back(5))
@@ -465,7 +472,7 @@ def test_an_entry_that_is_visible_a_token_early_is_seen(monkeypatch):
 
 
 def test_another_selection_in_a_reuse_layer_is_seen(monkeypatch):
-    """Layer 8 with what layer 5 selected instead of layer 7; both are rows of the same table."""
+    """Layer 8 uses the selection of layer 5 instead of layer 7. Both select rows of the same table."""
     first: dict[V41Step, tuple] = {}
     plain = V41Step.selected
 
@@ -479,7 +486,7 @@ def test_another_selection_in_a_reuse_layer_is_seen(monkeypatch):
 
 
 def test_entries_of_another_layer_are_seen(monkeypatch):
-    """Layer 4 with the entries of layer 1 in the place of those of layer 3."""
+    """Layer 4 uses the entries of layer 1 instead of layer 3."""
     plain = V41Step._owner
     monkeypatch.setattr(
         V41Step, "_owner", lambda step, spec: step.pools[1] if spec.layer_idx == 4 else plain(step, spec)
@@ -503,18 +510,19 @@ def test_the_newest_block_left_out_is_seen(monkeypatch):
 # ---- selection by itself
 
 
+# First and last position + 1 of each request's tokens.
 LENS = {
     "many": [(150, 201), (0, 3), (77, 78), (599, 602)],
     "few": [(40, 70), (0, 5), (120, 131)],
 }
-"""First and last position + 1 of the tokens of each request."""
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize(("lens", "top", "size", "most"), [("many", 24, 8, 9), ("few", 64, 8, 3), ("few", 16, 4, 40)])
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 def test_selection_in_two_levels(ratio, lens, top, size, most, equal):
-    """Also of fewer candidates than are selected, and of all blocks: with few equal scores, the lower of them."""
+    """Cases include fewer candidates than are selected, and all blocks as candidates. Of equal scores the lowest
+    indices are selected."""
     case = v41_index_case(lens=LENS[lens], ratio=ratio, top=top, equal=equal)
     kept = case.candidates(most)
     first, second = case.entries(size, kept=kept), case.entries(size, within=kept)
@@ -534,7 +542,8 @@ def test_selection_in_two_levels(ratio, lens, top, size, most, equal):
 @SGLANG_HAS_IT
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_selection_equals_that_of_sglang(ratio):
-    """Its torch forms of scores, candidates and selection; of fewer candidates than are selected, too."""
+    """Compare scores, candidates and selection with SGLang's torch versions, also with fewer candidates than are
+    selected."""
     from sglang.kernels.ops.attention.dsv4 import candidate_blocks
     from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_fp4
     from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer, rope_tail
@@ -550,7 +559,7 @@ def test_selection_equals_that_of_sglang(ratio):
     best = scores.unflatten(1, (-1, 8)).amax(-1)
 
     def value(of: Tensor, chosen: list[list[int]]) -> list[list[float]]:
-        """Of equal scores SGLang takes any."""
+        """Return sorted values, because SGLang may select any of equal scores."""
         return [sorted(of[t, row].tolist()) for t, row in enumerate(chosen)]
 
     for most in (2, 9):
@@ -565,14 +574,15 @@ def test_selection_equals_that_of_sglang(ratio):
 
 
 def test_queries_have_every_scale():
-    """MXFP4 as training has it, of tiny and of large numbers too, which an index key's container would cut off."""
+    """Queries are MXFP4 as in training. Tiny and large values keep their scale, which the container of an index key
+    would clamp."""
     g = torch.Generator().manual_seed(0)
     x = (torch.randn(64, 128, generator=g) * 2.0 ** torch.randint(-20, 20, (64, 1), generator=g)).bfloat16()
     assert torch.equal(mxfp4_values(x), fp4_act_quant(x.double(), 32, False).float())
     assert not mxfp4_values(torch.zeros(2, 128)).any()
 
 
-# ---- pools, and what is rejected
+# ---- pools, and rejected arguments
 
 
 def test_only_layers_that_write_entries_own_some():

@@ -1,4 +1,5 @@
-"""Snapshots of verify steps on SGLang's own tree: the host plans them a turn before it learns what was accepted."""
+"""Tests of snapshots of verify steps on SGLang's own tree. The host plans each a round before it knows the accept
+lengths."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
 NOT_WRITTEN = (-1,)
+# Content of generated blocks. It differs from that of prompts (up to 3) and of the part after a prompt's last whole
+# block (from 100).
 ROLLING = 50
-"""Content of the blocks that are generated: neither a prompt's, up to 3, nor that of what is behind its last whole
-block, from 100."""
+# Blocks between snapshots that are kept for branches. It exceeds the length of all requests here, so every snapshot is
+# rolling or at the end of a prompt.
 FAR = 30
-"""Blocks between the snapshots that are kept for branches: more than any request here has, so that each one seen is
-that of a prompt's end, or rolls."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,8 +31,8 @@ def _settings() -> object:
 
 
 class Verifying:
-    """Requests whose verify steps have `draft_tokens` tokens. `overlap`: a turn is planned before the result of the
-    turn before it, or of the prefill, is known."""
+    """Requests whose verify steps have `draft_tokens` tokens. With `overlap`, a round is planned before the result of
+    the previous round or the prefill is known."""
 
     def __init__(self, server: TreeServer, draft_tokens: int, overlap: bool) -> None:
         self.server, self.draft_tokens, self.overlap = server, draft_tokens, overlap
@@ -52,7 +53,7 @@ class Verifying:
         return request
 
     def turn(self, request: Request, accepted: int) -> None:
-        """Nothing if there is no room for it."""
+        """Run a speculative round, or do nothing if memory is short."""
         server, component = self.server, self.server.component
         before, after = request.computed, request.computed + min(accepted, self.draft_tokens)
         need = after + 2 * self.draft_tokens
@@ -76,7 +77,7 @@ class Verifying:
             request.kv_committed_len = self.results[request].pop(0)
 
     def finish(self, request: Request) -> None:
-        """With what is known; of the turn that overlaps, the device's work is lost."""
+        """Finish the request with the known results. The work of an overlapping round is lost."""
         if request in self.launched:
             self.launched.remove(request)
             self.server.process_prefill(request)
@@ -87,8 +88,8 @@ class Verifying:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("accepted", [1, 9])
 def test_an_answer_ends_with_a_snapshot(accepted: int, overlap: bool) -> None:
-    """Wherever in a step the boundary lies: tokens come one by one, or nine at a time, from three whole steps before
-    the boundary to two."""
+    """The boundary may lie anywhere in a step: tokens come one or nine at a time, starting two to three whole steps
+    before the boundary."""
     for compressor_state in range(BLOCK - 3 * 9, BLOCK - 2 * 9 + 1):
         verifying = Verifying(TreeServer(blocks=20, snapshots=20, interval=FAR), 9, overlap)
         request = verifying.admit([1, 2], compressor_state)
@@ -102,7 +103,7 @@ def test_an_answer_ends_with_a_snapshot(accepted: int, overlap: bool) -> None:
 
 def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
     verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 4, overlap=True)
-    request = verifying.admit([1], compressor_state=BLOCK - 8)  # passes no boundary in the first turns
+    request = verifying.admit([1], compressor_state=BLOCK - 8)  # Passes no boundary in the first rounds.
     assert request is not None
     verifying.turn(request, 4)
     for _ in range(200):
@@ -116,9 +117,9 @@ def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_slot_that_comes_too_late_is_not_taken(overlap: bool) -> None:
-    """The pool is full in the turn that passes a boundary, and is not in the next."""
+    """The pool is full in the round that passes a boundary, and has space in the next."""
     verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 9, overlap)
-    request = verifying.admit([1], compressor_state=BLOCK - 7)  # nine tokens pass the boundary by two
+    request = verifying.admit([1], compressor_state=BLOCK - 7)  # Nine tokens pass the boundary by two.
     assert request is not None
     verifying.server.keep_back()
     verifying.turn(request, 9)
@@ -146,8 +147,8 @@ OTHERS = st.tuples(st.sampled_from(["finish", "admit", "press", "keep back", "le
 def test_what_counts_as_written_is_written(
     draft_tokens: int, overlap: bool, snapshots: int, steps: list[tuple[int | str, int | list[int]]]
 ) -> None:
-    """Every state in the tree, and every one that a request holds at a length that it has passed, is the state of that
-    length: `TreeServer.check`. No slot is lost, however few there are."""
+    """Every state in the tree, and every state that a request holds at a length that it has passed, is the state of
+    that length (`TreeServer.check`). No slot is lost, however few there are."""
     verifying = Verifying(TreeServer(blocks=40, snapshots=snapshots, interval=2), draft_tokens, overlap)
     running = verifying.server.running
     for what, value in [("admit", 100), ("admit", 127), *steps]:
@@ -174,7 +175,7 @@ def test_what_counts_as_written_is_written(
 
 @pytest.mark.parametrize(("mode", "gets"), [(ForwardMode.EXTEND, True), (ForwardMode.TARGET_VERIFY, False)])
 def test_a_verify_step_does_not_get_the_plan_of_a_prefill(mode: ForwardMode, gets: bool) -> None:
-    """Which its batch, the prefill's once, still has."""
+    """The batch still has the plan of the prefill that it was before."""
     backend, table = snapshot_schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
     batch = SimpleNamespace(forward_mode=mode, **{snapshot_schedule.TABLE: table})
     backend.prefill_plan = table

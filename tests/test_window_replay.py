@@ -1,4 +1,5 @@
-"""Windows recomputed from 128 tokens are not exact, so snapshots hold them (docs/design/prefix_policy.md)."""
+"""Tests that windows recomputed from 128 tokens are inexact, so that snapshots must hold them
+(docs/design/prefix_policy.md)."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from dsv4_sglang.testing.tiny import TinySpec
 
 
 def test_a_window_is_exact_from_127_tokens_a_layer_on() -> None:
-    """SPEC 6.6: three layers want 381 tokens; 128 are far off, and a window that is kept gives the same sums."""
+    """Three layers need 381 tokens, and 128 tokens are far off. A stored window gives the same sums (SPEC 6.6)."""
     kept, short, exact = distances(TinySpec(heads=8, ratios=(0, 4, 128)), 384, (0, 128, 381), follow=8, seeds=1)
     assert kept["max"] == 0 and exact["max"] < 1e-4
     assert short["mean"] > 0.01
 
 
 def test_tokens_computed_again_are_no_hits() -> None:
-    """What a hit saves is its length less what is computed again; small snapshots need less of the memory."""
+    """A hit saves its length minus the recomputed tokens. Small snapshots take less memory."""
     assert EXACT_TOKENS == 5461
     turns = load(20, 3, tokens=(2_000, 20_000), generate=(8, 16))
     rows = {form: simulate(turns, 1.0, form, 0.05) for form in FORMS}

@@ -1,8 +1,8 @@
-"""The tests of the marker `full`, which `make test` leaves out: a file, or a test with all its parameters.
+"""Tests with the marker `full`, which `make test` leaves out: a file, or a test with all its parameters.
 
-`make test` is for five minutes on two cores. It asks each question once: the unit tests, a server in fp32 with a host
-tier against the oracle, one with FP8 rows that drafts with EAGLE, and two processes of tensor parallelism. Here is what
-takes long, asks the same with other settings, or is about the benchmarks and the tests themselves.
+`make test` takes five minutes on two cores and asks each question once. It runs the unit tests, a server in fp32 with a
+host tier against the oracle, a server with FP8 rows and EAGLE, and two tensor-parallel processes. This list holds tests
+that take long, repeat a question with other settings, or cover the benchmarks and the test helpers.
 """
 
 FULL = frozenset(
@@ -60,7 +60,7 @@ FULL = frozenset(
         "test_tier_simulation.py",
         "test_trace.py",
         "test_window_replay.py",
-        # The same numbers in other ways.
+        # Repeated numerical checks.
         "test_make_tiny.py",
         "test_manager.py::test_interleaved_requests",
         "test_processors.py",
@@ -78,7 +78,7 @@ FULL = frozenset(
         "test_plan.py::test_the_command_runs_without_noise",
         "test_alerts.py",
         "test_security.py",
-        # Helpers of tests.
+        # Test helpers.
         "test_liveness.py",
     }
 )

@@ -1,5 +1,5 @@
-"""Inputs of `attend_v41` and `index_topk_v41` with every corner in them, made on the CPU from a seed: `attention_cases`
-for V4.1's tables."""
+"""Inputs of `attend_v41` and `index_topk_v41` that cover all corner cases, made on the CPU from a seed. It is the
+counterpart of `attention_cases` for V4.1's tables."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from dsv4_sglang.ops.reference import read_v41
 
 
 class V41AttendCase(AttendCase):
-    """Arguments of `attend_v41` in order."""
+    """Arguments of `attend_v41`, in order."""
 
     def v41_args(self, device: torch.device | str = "cpu") -> tuple:
         return self.args(device)[:-1]
@@ -24,8 +24,8 @@ class V41AttendCase(AttendCase):
 
 
 def v41_table(blocks: int, per_block: int, stored: V41KVFormat, used: Tensor, g: torch.Generator) -> Tensor:
-    """Random rows where `used`, else bytes of NaN or of the largest numbers, which no attention kernel may let through.
-    Channels and rows differ by powers of ten."""
+    """Return random rows where `used`. The other bytes are NaN or the largest numbers, which must not reach the output
+    of an attention kernel. Channels and rows differ by powers of ten."""
     table = torch.full((blocks, per_block, stored.row_bytes), 0xFF, dtype=torch.uint8)
     if len(used):
         values = torch.randn(len(used), 512, generator=g)
@@ -38,7 +38,7 @@ def v41_table(blocks: int, per_block: int, stored: V41KVFormat, used: Tensor, g:
 
 
 def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41AttendCase:
-    """The lists of `attend_case`, of tables in V4.1's formats."""
+    """Return the lists of `attend_case` over tables in V4.1's formats."""
     plain = attend_case(per_block=per_block, seed=seed, kv_format=KVFormat.BF16, **given)
     g = torch.Generator().manual_seed(seed)
 
@@ -54,7 +54,7 @@ def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41Attend
 
 @dataclass
 class V41IndexCase:
-    """Arguments of `index_topk_v41` less those of candidates and the output."""
+    """Arguments of `index_topk_v41` without those for candidates and the output."""
 
     q: Tensor
     weights: Tensor
@@ -75,7 +75,7 @@ class V41IndexCase:
         return read_v41.index_query_v41(self.q, self.positions, self.rope)
 
     def rows_of(self, request: int) -> Tensor:
-        """Table row of every entry that the request can have."""
+        """Return the table row of every entry that the request can have."""
         per_block = self.index_keys.shape[1]
         return (self.block_table[request].long()[:, None] * per_block + torch.arange(per_block)).flatten()
 
@@ -85,7 +85,7 @@ class V41IndexCase:
         ]
 
     def scores(self, t: int) -> Tensor:
-        """Of the visible entries of a token, float64; they are exact in fp32 in any order."""
+        """Return the scores of the visible entries of a token in float64. They are exact in fp32 in any order."""
         keys = self.keys(int(self.token_request[t])).double()[: int(self.visible[t])]
         return ((self.query[t].double() @ keys.T).relu() * self.weights[t].double()[:, None]).sum(0)
 
@@ -100,7 +100,7 @@ class V41IndexCase:
         op: Callable = torch.ops.dsv4_sglang.index_topk_v41,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """What the op selects, [tokens, top] rows; `kept` is written."""
+        """Return the rows [tokens, top] that the op selects, and write `kept`."""
         inputs = [x.to(device) if isinstance(x, Tensor) else x for x in list(vars(self).values())[:-1]]
         rows = torch.full((len(self.positions), self.top), -7, dtype=torch.int32, device=device)
         moved = [None if x is None else x.to(device) for x in (kept, within)]
@@ -110,7 +110,7 @@ class V41IndexCase:
         return rows.cpu()
 
     def entries(self, size: int, kept: Tensor | None = None, within: Tensor | None = None) -> list[list[int]]:
-        """Entries that the op selects for each token."""
+        """Return the entries that the op selects for each token."""
         chosen = []
         for request, row in zip(self.token_request.tolist(), self.select(size, kept, within).tolist()):
             number = {row: entry for entry, row in enumerate(self.rows_of(request).tolist())}
@@ -123,8 +123,11 @@ class V41IndexCase:
 def v41_index_case(
     *, lens: list[tuple[int, int]], ratio: int, top: int, heads: int = 32, equal: bool = False, seed: int = 0
 ) -> V41IndexCase:
-    """`lens`: first and last position + 1 of each request's tokens in the step. Unseen keys have scales of NaN. Weights
-    are multiples of 1/2, so that scores are exact. `equal`: seven different keys, so that scores tie."""
+    """Make a case whose scores are exact, because weights are multiples of 1/2. Unseen keys have NaN scales.
+
+    `lens` gives the first and last position + 1 of each request's tokens in the step. With `equal`, there are only
+    seven different keys, so scores tie.
+    """
     g = torch.Generator().manual_seed(seed)
     per_block, counts = 128 // ratio, [-(-end // 128) + 1 for _, end in lens]
     shuffled = torch.randperm(sum(counts), generator=g).int().split(counts)

@@ -1,5 +1,5 @@
-"""The formulas of DeepSeek's own files for V4.1 (inference/model.py, inference/kernel.py; SPEC 11), one number at a
-time: what the tests compare with. Nothing here comes from the package."""
+"""Formulas of DeepSeek's own files for V4.1 (inference/model.py, inference/kernel.py; SPEC 11), one number at a time.
+Tests compare with them, and nothing here comes from the package."""
 
 import math
 
@@ -13,7 +13,8 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float6
 
 
 def nearest(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """The nearest number of the grid, with the sign of x; of two the one with the even code; the largest for more."""
+    """Return the nearest number of the grid with the sign of x. Ties go to the even code, and larger values to the
+    largest number."""
     middles = (grid[1:] + grid[:-1]) / 2
     code = torch.searchsorted(middles, x.abs())
     tie = (code < len(middles)) & (middles[code.clamp(max=len(middles) - 1)] == x.abs())
@@ -26,14 +27,16 @@ def ceil_pow2(x: torch.Tensor) -> torch.Tensor:
 
 
 def act_quant(x: torch.Tensor) -> torch.Tensor:
-    """kernel.py: blocks of 32, amax at least 1e-4, scale 2^ceil(log2(amax / 448)), e4m3. float64, as all of these."""
+    """Quantise as kernel.py: blocks of 32, amax at least 1e-4, scale 2^ceil(log2(amax / 448)), e4m3. All functions here
+    use float64."""
     blocks = x.unflatten(-1, (-1, 32))
     scale = ceil_pow2(blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)
     return (nearest(blocks / scale, E4M3) * scale).flatten(-2)
 
 
 def fp4_act_quant(x: torch.Tensor, block_size: int, e4m3_scale: bool) -> torch.Tensor:
-    """kernel.py: scale of e4m3(amax / 6), amax at least 6 * 2^-9, or of 2^ceil(log2(amax / 6)); e2m1."""
+    """Quantise as kernel.py to e2m1 with scale e4m3(amax / 6), amax at least 6 * 2^-9, or with scale 2^ceil(log2(amax /
+    6))."""
     blocks = x.unflatten(-1, (-1, block_size))
     amax = blocks.abs().amax(-1, keepdim=True)
     scale = (
@@ -43,7 +46,8 @@ def fp4_act_quant(x: torch.Tensor, block_size: int, e4m3_scale: bool) -> torch.T
 
 
 def angles(ratio: int, length: int) -> torch.Tensor:
-    """inference/model.py, precompute_freqs_cis with the published values; no YaRN where nothing is compressed."""
+    """Return the angles of precompute_freqs_cis (inference/model.py) with the published values, without YaRN if nothing
+    is compressed."""
     base = 160000.0 if ratio else 10000.0
     freqs = 1.0 / (base ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
     if ratio:
@@ -73,7 +77,8 @@ def rotated(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal but for a few numbers, of which a last bit of a sum decides the rounding: those are a step apart."""
+    """Check equality except for a few numbers, which differ by one step because the last bit of a sum decides their
+    rounding."""
     assert got.shape == wanted.shape
     if not got.numel():
         return
