@@ -240,7 +240,7 @@ class TieredTree(PrefixTree):
             if not last and pool is self.host_blocks:
                 continue
             self._give_up_row(node)
-            above = self._give_up_blocks(node, hold) if last else None
+            above = self._evict_blocks(node, hold) if last else None
             if above is not None and value[above.snapshot] < enough:
                 heapq.heappush(again, (value[above.snapshot], above.snapshot))
         return True
@@ -256,7 +256,7 @@ class TieredTree(PrefixTree):
             self.registry.remove(place, int(node.keys[-1]))
             self._refresh(node)
 
-    def _give_up_blocks(self, node: Node, hold: set[Node]) -> Node | None:
+    def _evict_blocks(self, node: Node, hold: set[Node]) -> Node | None:
         """Free the host blocks of a node and of its ancestors up to the next one with a snapshot or a different child.
 
         Returns:

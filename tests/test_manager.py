@@ -89,7 +89,7 @@ def verify(manager: KVCacheManager, requests: list[Request], tokens: int, kept: 
             outputs[-1] = outputs[-1][:n]
 
 
-def test_tokens_are_taken_back(device: torch.device) -> None:
+def test_tokens_are_rolled_back(device: torch.device) -> None:
     """Draft steps cross the end of a block and of the ring and start at any token of the previous step. Steps of one
     token and chunks run in between."""
     manager = make_manager(device, draft_tokens=4, hca_state="online", **EXACT)

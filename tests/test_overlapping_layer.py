@@ -229,7 +229,7 @@ def test_a_prefill_leaves_graphs_their_scratch(monkeypatch: pytest.MonkeyPatch) 
         assert backend._buffer(name, 3, *shape).data_ptr() == recorded[name]
 
 
-def test_queries_lie_where_their_reader_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_written_where_their_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding heads of a query are zero in every step, inside CUDA graphs and outside them."""
     backend, _ = make_backend(Device(monkeypatch), monkeypatch)
     backend.max_blocks, backend.heads = 64, 5

@@ -167,7 +167,7 @@ def test_a_snapshot_of_which_only_the_index_is_there(tmp_path: Path) -> None:
     assert stored_weights.stored_bytes(tmp_path) == 12345
 
 
-def test_a_file_that_is_no_snapshot(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(FLASH.text)
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     words = ["plan", "--gpu", "h200", "--count", "2", "--model", str(tmp_path)]

@@ -215,7 +215,7 @@ def test_an_hca_layer_has_raw_tails_by_default() -> None:
     assert [pool.tail_kb, pool.tail_zb, pool.tail_max, pool.tail_sum, pool.tail_acc] == [None] * 5
 
 
-def test_csa_tail_rows() -> None:
+def test_csa_compressor_state_rows() -> None:
     """The ops use 4 rows of current k, 4 of current z, 8 of previous k and 8 of previous z."""
     pool = StateCachePool(schema(CSA), 1, "cpu")
     pool.compressor_state.copy_(torch.arange(24.0)[None, :, None].expand(1, 24, 640))

@@ -76,7 +76,7 @@ def test_a_loop_that_grows_beyond_what_fits_keeps_hitting() -> None:
     assert simulation.hit_tokens - before[0] > 0.35 * (simulation.ideal_tokens - before[1])
 
 
-def test_marks_of_paths() -> None:
+def test_path_hashes() -> None:
     """Hashes are equal for equal paths of one name space, whatever follows. From the first differing token on, or after
     a swap of tokens or blocks, all hashes differ."""
     tokens = array("q", (7 * i % 1009 for i in range(5 * BLOCK + 3)))

@@ -151,7 +151,7 @@ def test_bytes():
     assert drafted.slot_bytes == 43 * 133 * 528 + 3 * 3 * 1024 * 4
 
 
-def test_rows_of_a_tail():
+def test_rows_of_a_compressor_state():
     """No rollback overwrites a row that is still needed."""
     for d in range(1, 12):
         rows = pair_rows(d)
@@ -399,7 +399,7 @@ def test_decode(ratio):
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("d", [2, 3, 5, 6])
-def test_tokens_are_taken_back(ratio, d):
+def test_tokens_are_rolled_back(ratio, d):
     """The next step begins at any length within a step of d tokens, whose rejected tokens had other projections."""
     run = Run(ratio, draft_tokens=d)
     run.step((129, 140), decode=False)

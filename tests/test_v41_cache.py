@@ -418,7 +418,7 @@ def test_resumed_from_host_memory(device):
 
 
 @pytest.mark.parametrize("d", [2, 5])
-def test_drafts_are_taken_back(d, device=CPU):
+def test_drafts_are_rolled_back(d, device=CPU):
     """After a step of d tokens with wrong ones, the next step begins at the first wrong token."""
     play = Play(6, draft_tokens=d, device=device)
     for r, slot in ((0, 3), (1, 0)):
@@ -449,13 +449,13 @@ def test_a_ring_short_for_drafts_is_seen(monkeypatch):
     token still sees."""
     monkeypatch.setattr(V41LayerSchema, "ring_rows", 130)
     monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
-    breaks(r"layer 0 \(window\)", lambda: test_drafts_are_taken_back(5))
+    breaks(r"layer 0 \(window\)", lambda: test_drafts_are_rolled_back(5))
 
 
 def test_a_tail_short_for_drafts_is_seen(monkeypatch):
     monkeypatch.setattr("dsv4_sglang.cache.v41.pair_rows", lambda d: 2)
     monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
-    breaks(r"layer 1 \(full\)", lambda: test_drafts_are_taken_back(5))
+    breaks(r"layer 1 \(full\)", lambda: test_drafts_are_rolled_back(5))
 
 
 def test_an_entry_that_is_visible_a_token_early_is_seen(monkeypatch):

@@ -39,8 +39,8 @@ class Verifying:
         self.results: dict[Request, list[int]] = {}
         self.launched: set[Request] = set()
 
-    def admit(self, keys: list[int], compressor_state: int) -> Request | None:
-        request = self.server.admit(keys, compressor_state)
+    def admit(self, keys: list[int], tail: int) -> Request | None:
+        request = self.server.admit(keys, tail)
         if request is None:
             return None
         while request.computed < request.prompt:
@@ -103,7 +103,7 @@ def test_an_answer_ends_with_a_snapshot(accepted: int, overlap: bool) -> None:
 
 def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
     verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 4, overlap=True)
-    request = verifying.admit([1], compressor_state=BLOCK - 8)  # Passes no boundary in the first rounds.
+    request = verifying.admit([1], tail=BLOCK - 8)  # Passes no boundary in the first rounds.
     assert request is not None
     verifying.turn(request, 4)
     for _ in range(200):
@@ -119,7 +119,7 @@ def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
 def test_a_slot_that_comes_too_late_is_not_taken(overlap: bool) -> None:
     """The pool is full in the round that passes a boundary, and has space in the next."""
     verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 9, overlap)
-    request = verifying.admit([1], compressor_state=BLOCK - 7)  # Nine tokens pass the boundary by two.
+    request = verifying.admit([1], tail=BLOCK - 7)  # Nine tokens pass the boundary by two.
     assert request is not None
     verifying.server.keep_back()
     verifying.turn(request, 9)
@@ -158,7 +158,7 @@ def test_what_counts_as_written_is_written(
             verifying.server.check()
         elif isinstance(value, int):
             if what == "admit" and len(running) < 3:
-                verifying.admit([value % 3, value % 2], compressor_state=value)
+                verifying.admit([value % 3, value % 2], tail=value)
             elif what == "finish" and running:
                 verifying.finish(running[value % len(running)])
             elif what == "press":
