@@ -96,7 +96,7 @@ class SnapshotRegistry:
         self.held = np.zeros(size, dtype=bool)
         # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
-        # True if the blocks of the snapshot end in an evictable leaf. Only the simulated tree of the benchmarks sets it.
+        # True if the blocks of the snapshot end in an evictable leaf. Set by the simulated tree of the benchmarks only.
         self.at_leaf = np.zeros(size, dtype=bool)
         self.previous = np.zeros(size, dtype=np.int64)
         self._following: list[set[int]] = [set() for _ in range(size)]
