@@ -272,7 +272,7 @@ def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
     """Return the cache's tokens on each data parallel rank.
 
     `max_total_num_tokens` is the value of the first rank only. The value of each rank is in its internal state. If some
-    ranks have not sent theirs, the first rank's value is used for all.
+    ranks did not send theirs, the first rank's value is used for all.
 
     Args:
         info: Response to /server_info.
