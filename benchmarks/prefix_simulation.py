@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree
+from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree, TreeRegistry
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
@@ -59,7 +58,7 @@ class Simulation:
         interval: int,
         *,
         concurrency: int = CONCURRENCY,
-        registry: type[SnapshotRegistry] = SnapshotRegistry,
+        registry: type[TreeRegistry] = TreeRegistry,
     ) -> None:
         self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots))
         self.tree.registry = registry(snapshots)
@@ -153,7 +152,7 @@ def path_blocks(node: Node) -> np.ndarray:
     return np.concatenate(parts[::-1])
 
 
-class LeastRecentlyUsed(SnapshotRegistry):
+class LeastRecentlyUsed(TreeRegistry):
     """Baseline: all snapshots have the same value, only their age counts."""
 
     def reuse_interval(self) -> np.ndarray:
@@ -171,7 +170,7 @@ def simulate(
     gigabytes: float,
     share: float = SHARE,
     interval: int = INTERVAL,
-    registry: type[SnapshotRegistry] = SnapshotRegistry,
+    registry: type[TreeRegistry] = TreeRegistry,
 ) -> dict[str, float]:
     """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
 
@@ -213,7 +212,7 @@ def study_memory(largest: int) -> Rows:
             continue
         turns = list(trace(TraceConfig(conversations=max(active, min(6 * active, 1500)), active=active)))
         for factor in (0.125, 0.25, 0.5, 1.0, 2.0):
-            for registry in (SnapshotRegistry, LeastRecentlyUsed):
+            for registry in (TreeRegistry, LeastRecentlyUsed):
                 rows.append({"active": active, **simulate(turns, factor * active / 10, registry=registry)})
                 print(rows[-1], flush=True)
     return rows
@@ -245,7 +244,7 @@ def study_loop(largest: int) -> Rows:
     """Visit conversations of 20,000 tokens in round-robin order, six times. About 250 of them fit."""
     rows = []
     for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
-        for registry in (SnapshotRegistry, LeastRecentlyUsed):
+        for registry in (TreeRegistry, LeastRecentlyUsed):
             rows.append({"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, registry=registry)})
             print(rows[-1], flush=True)
     return rows
@@ -257,7 +256,7 @@ def study_loads(largest: int) -> Rows:
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
         expected = expected_blind(turns, LOAD_GIGABYTES, TraceConfig.systems)
-        for registry in (SnapshotRegistry, LeastRecentlyUsed):
+        for registry in (TreeRegistry, LeastRecentlyUsed):
             row = simulate(turns, LOAD_GIGABYTES, registry=registry)
             rows.append({"active": active, "visits": visits, **row, **expected})
             print(rows[-1], flush=True)

@@ -76,12 +76,31 @@ class Match:
     cached: int
 
 
+class TreeRegistry(SnapshotRegistry):
+    """The registry of a simulated tree, which also knows the snapshots at leaves. SGLang's tree has its own list."""
+
+    def __init__(self, capacity: int, host_rows: int = 0) -> None:
+        super().__init__(capacity, host_rows)
+        # True if the blocks of the snapshot end in an evictable leaf. The tree sets it.
+        self.at_leaf = np.zeros_like(self.held)
+
+    def _forget(self, slot: int) -> None:
+        super()._forget(slot)
+        self.at_leaf[slot] = False
+
+    def least_used_leaf(self) -> int:
+        """Return the snapshot whose leaf to evict for its blocks, or 0 if there is none."""
+        score = np.where(self.at_leaf, self.reuse_interval(), -1.0)
+        slot = int(score.argmax())
+        return slot if self.at_leaf[slot] else 0
+
+
 class PrefixTree:
     """Radix tree that allocates blocks and snapshots itself and evicts when memory runs out."""
 
     def __init__(self, blocks: FreeList, snapshots: FreeList) -> None:
         self.block_pool, self.snapshot_pool = blocks, snapshots
-        self.registry = SnapshotRegistry(snapshots.size)
+        self.registry = TreeRegistry(snapshots.size)
         self.evicted_snapshots = 0
         self._reset()
 

@@ -39,13 +39,13 @@ from benchmarks.prefix_simulation import (
     study_text,
 )
 from benchmarks.prefix_trace import live_tokens
-from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree
+from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree, TreeRegistry
 from benchmarks.report import RESULTS
 from benchmarks.tier_tree import TieredTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
-from dsv4_sglang.srt.prefix_cache.policy import SUPERSEDED, UNKNOWN, SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.policy import SUPERSEDED, UNKNOWN
 
 DEVICE_TOKENS = 1_000_000
 RATIOS = (0, 2, 4, 8)
@@ -107,7 +107,7 @@ class SharedTree(PrefixTree):
         return True
 
 
-class Foresight(SnapshotRegistry):
+class Foresight(TreeRegistry):
     """Registry that knows when each conversation continues: what is needed last is evicted first."""
 
     def __init__(self, capacity: int, turns: Sequence[Turn], nodes: Mapping[int, Node]) -> None:

@@ -6,9 +6,9 @@ import heapq
 
 import numpy as np
 
-from benchmarks.prefix_tree import FreeList, Node, PrefixTree, common_blocks
+from benchmarks.prefix_tree import FreeList, Node, PrefixTree, TreeRegistry, common_blocks
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.prefix_cache.policy import MARGIN, SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.policy import MARGIN
 
 NOTHING = np.empty(0, dtype=np.int64)
 
@@ -24,7 +24,7 @@ class TieredTree(PrefixTree):
     def __init__(self, blocks: FreeList, snapshots: FreeList, host_blocks: FreeList, rows: FreeList) -> None:
         super().__init__(blocks, snapshots)
         self.host_blocks, self.rows = host_blocks, rows
-        self.registry = SnapshotRegistry(snapshots.size, rows.size)
+        self.registry = TreeRegistry(snapshots.size, rows.size)
         # Host blocks by node.
         self.on_host: dict[Node, np.ndarray] = {}
         # Host row of the snapshot by node.

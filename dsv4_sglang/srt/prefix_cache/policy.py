@@ -96,8 +96,6 @@ class SnapshotRegistry:
         self.held = np.zeros(size, dtype=bool)
         # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
-        # True if the blocks of the snapshot end in an evictable leaf. Set by the simulated tree of the benchmarks only.
-        self.at_leaf = np.zeros(size, dtype=bool)
         self.previous = np.zeros(size, dtype=np.int64)
         self._following: list[set[int]] = [set() for _ in range(size)]
         # The next four apply to snapshots in device slots only. The host has a copy.
@@ -167,7 +165,7 @@ class SnapshotRegistry:
         self._value(previous)
 
     def _forget(self, slot: int) -> None:
-        for column in (self.held, self.at_leaf, self.copied, self.pending_write, self.attempted, self.evicted_next):
+        for column in (self.held, self.copied, self.pending_write, self.attempted, self.evicted_next):
             column[slot] = False
 
     def host_id(self, row: int) -> int:
@@ -281,12 +279,6 @@ class SnapshotRegistry:
         slot = int(score.argmax())
         least = 0.0 if needed else max(self.mean_interval, 1.0) / max(saves * SUPERSEDED, 1e-9)
         return slot if free[slot] and score[slot] > least else 0
-
-    def least_used_leaf(self) -> int:
-        """Return the snapshot whose leaf to evict for its blocks, or 0 if there is none."""
-        score = np.where(self.at_leaf, self.reuse_interval(), -1.0)
-        slot = int(score.argmax())
-        return slot if self.at_leaf[slot] else 0
 
     # Host cache
 
