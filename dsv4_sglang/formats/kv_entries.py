@@ -151,6 +151,28 @@ def bytes_at(strip: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
     return strip.view(torch.int64)[at].view(torch.uint8)
 
 
+class Strips(Protocol):
+    """A KV buffer whose bytes are zero-copy views with the entries last but one."""
+
+    @property
+    def data(self) -> Tensor: ...
+    def strips(self) -> tuple[Tensor, ...]: ...
+
+
+def copy_entries(target: Strips, source: Strips, source_rows: Tensor, rows: Tensor) -> None:
+    """Copy entries of a buffer of the same format without requantising.
+
+    Args:
+        target: destination buffer.
+        source: source buffer.
+        source_rows: [N], indices of the source entries.
+        rows: [N], indices of the destination entries, which must be distinct.
+    """
+    there, here = block_and_index(source.data, source_rows), block_and_index(target.data, rows)
+    for mine, theirs in zip(target.strips(), source.strips()):
+        mine[here] = theirs[there]
+
+
 class KVBuffer(NamedTuple):
     """Buffer of KV entries, `data` [blocks, entries_per_block, width], with its format. Indices count through all
     blocks.
@@ -209,18 +231,6 @@ class KVBuffer(NamedTuple):
         row, exponents = (bytes_at(strip, at) for strip in self.strips())
         rope = row[..., NOPE_DIM:].contiguous().view(torch.bfloat16).float()
         return torch.cat([e4m3_values(row[..., :NOPE_DIM]) * exp2_of_biased(exponents[..., :1]), rope], -1)
-
-    def copy_from(self, other: KVBuffer, other_rows: Tensor, rows: Tensor) -> None:
-        """Copy entries of a buffer of the same format without requantising.
-
-        Args:
-            other: source buffer.
-            other_rows: [N], indices of the source entries.
-            rows: [N], indices of the destination entries, which must be distinct.
-        """
-        source, target = block_and_index(other.data, other_rows), block_and_index(self.data, rows)
-        for mine, theirs in zip(self.strips(), other.strips()):
-            mine[target] = theirs[source]
 
 
 def ceil_pow2_exponent(x: Tensor) -> Tensor:

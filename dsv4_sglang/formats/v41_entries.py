@@ -116,15 +116,3 @@ class V41Table(NamedTuple):
         else:
             values, factors = e2m1_values(data), e4m3_values(scales)
         return (values.unflatten(-1, (factors.shape[-1], -1)) * factors.unsqueeze(-1)).flatten(-2)
-
-    def copy_from(self, other: V41Table, other_rows: Tensor, rows: Tensor) -> None:
-        """Copy entries of a buffer of the same format without requantising.
-
-        Args:
-            other: source buffer.
-            other_rows: [N], indices of the source entries.
-            rows: [N], indices of the destination entries, which must be distinct.
-        """
-        source, target = block_and_index(other.data, other_rows), block_and_index(self.data, rows)
-        for mine, theirs in zip(self.strips(), other.strips()):
-            mine[target] = theirs[source]

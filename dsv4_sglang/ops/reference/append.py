@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.formats.index_keys import INDEX_DIM, hadamard
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM, quantise_nope
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, copy_entries, quantise_nope
 from dsv4_sglang.model.geometry import (
     BLOCK_TOKENS,
     CSA_COMPRESSOR_STATES,
@@ -139,7 +139,7 @@ def _write_window(chunk: _Chunk, rows: Tensor, ring: KVBuffer, window: KVBuffer 
     if window is not None:
         base = chunk.begin + WINDOW * chunk.request + WINDOW
         old = torch.arange(max(0, length - WINDOW), length)
-        window.copy_from(ring, slot * ring_rows + old % ring_rows, base + old - length)
+        copy_entries(window, ring, slot * ring_rows + old % ring_rows, base + old - length)
         window.write(base + torch.arange(chunk.count), rows[chunk.begin : chunk.end])
     positions, at = chunk.latest(WINDOW)
     ring.write(slot * ring_rows + positions % ring_rows, rows[at])

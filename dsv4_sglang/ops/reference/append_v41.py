@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, copy_entries
 from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
 from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.model.v41 import V41_RATIOS, pair_draft_tokens
@@ -138,7 +138,7 @@ def _write_window(
         workspace = table._replace(data=window)
         base = int(here[0]) + WINDOW * request + WINDOW
         old = torch.arange(max(0, length - WINDOW), length)
-        workspace.copy_from(table, slot * ring_rows + old % ring_rows, base + old - length)
+        copy_entries(workspace, table, slot * ring_rows + old % ring_rows, base + old - length)
         workspace.write(base + positions - length, rows)
     last = slice(-WINDOW, None) if window is not None else slice(None)
     table.write(slot * ring_rows + positions[last] % ring_rows, rows[last])

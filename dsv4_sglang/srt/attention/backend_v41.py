@@ -65,20 +65,7 @@ class V41Backend(HybridCacheBackend):
         *,
         inputs: V41LayerInputs,
     ) -> LayerOutput:
-        """Write the step's entries of a layer, then compute its attention.
-
-        Args:
-            q: [T, H, 512] from `query_buffer`, queries.
-            k: window projections of the tokens, raw, [T, 512] after flattening.
-            v: unused; the same tensor as `k`.
-            layer: SGLang's layer, with its number in the cache.
-            forward_batch: SGLang's batch.
-            save_kv_cache: unused.
-            inputs: other inputs of the layer.
-
-        Returns:
-            The output of the layer's heads, and whether RoPE is still applied to it.
-        """
+        """Do the same as `HybridCacheBackend.forward`, with the inputs of a V4.1 layer."""
         metadata, step, number = self.step_of_tokens(q), self.step, layer.layer_id
         assert step is not None, "a layer comes after the beginning of its step"
         if not metadata.is_decode:
