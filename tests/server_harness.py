@@ -62,8 +62,10 @@ class Generated:
     others: list[dict[int, float]] = field(default_factory=list)
 
 
-def _request(prompt: Sequence[int], count: int) -> dict[str, Any]:
-    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+def _request(prompt: Sequence[int], count: int, ignore_eos: bool = True) -> dict[str, Any]:
+    """Return a greedy request. SGLang 0.5.23 reserves all `count` tokens of a request that ignores the end token, so
+    such requests are never retracted."""
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": ignore_eos}
     return {"input_ids": list(prompt), "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
 
 
@@ -113,15 +115,18 @@ class Server(Endpoint):
     def get(self, path: str) -> Any:
         return self.request(path)
 
-    def generate(self, prompt: Sequence[int], count: int = 8, **fields: Any) -> Generated:
-        return _answer(self.post("/generate", {**_request(prompt, count), **self.fields, **fields})["meta_info"])
+    def generate(self, prompt: Sequence[int], count: int = 8, ignore_eos: bool = True, **fields: Any) -> Generated:
+        body = {**_request(prompt, count, ignore_eos), **self.fields, **fields}
+        return _answer(self.post("/generate", body)["meta_info"])
 
-    def begin(self, prompt: Sequence[int], count: int, generated: int, **fields: Any) -> Callable[[], Generated]:
+    def begin(
+        self, prompt: Sequence[int], count: int, generated: int, ignore_eos: bool = True, **fields: Any
+    ) -> Callable[[], Generated]:
         """Start a request and return once it has generated `generated` tokens.
 
         The returned function returns the whole answer.
         """
-        body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
+        body = {**_request(prompt, count, ignore_eos), **self.fields, **fields, "stream": True}
         answer = ExitStack()
         events = _events(answer.enter_context(self.send("/generate", body)))
         for event in events:
@@ -136,13 +141,19 @@ class Server(Endpoint):
         return rest
 
     def generate_all(
-        self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8, ranks: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int | Sequence[int] = 8,
+        ranks: Sequence[int] | None = None,
+        ignore_eos: bool = True,
     ) -> list[Generated]:
         """Send all prompts at once, one connection each. `ranks` are their ranks of DP attention."""
         counts = [count] * len(prompts) if isinstance(count, int) else count
         fields = [{} if ranks is None else on_rank(ranks[i]) for i in range(len(prompts))]
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda ids, n, more: self.generate(ids, n, **more), prompts, counts, fields))
+            return list(
+                pool.map(lambda ids, n, more: self.generate(ids, n, ignore_eos, **more), prompts, counts, fields)
+            )
 
     def cold(self, prompt: Sequence[int], count: int = 8) -> Generated:
         """Return the answer without a prefix hit. A new name space makes a flush unnecessary."""

@@ -240,8 +240,8 @@ class Play:
         """Run the next `counts` tokens of each request and return its outputs of all layers.
 
         A request uses the tokens of the request in `tokens_of`, by default its own. Tokens after the first `right` ones
-        come from the request with wrong drafts. `staging` gives the slot of a request that receives its rows up to the
-        step's last multiple of 128.
+        come from the request with wrong drafts. `staging` gives the slot of a request that receives the 128 entries
+        before the step's last multiple of 128.
         """
         tokens = [(r, self.lengths[r] + i, i) for r, n in counts.items() for i in range(n)]
         for r, n in counts.items():
@@ -251,7 +251,8 @@ class Play:
         track = None
         if staging:
             until = {r: (self.lengths[r] + counts[r]) // 128 * 128 for r in staging}
-            track = torch.tensor([staging[r] if r in staging and t < until[r] else -1 for r, t, _ in tokens]).int()
+            kept = [r in staging and until[r] - 128 <= t < until[r] for r, t, _ in tokens]
+            track = torch.tensor([staging[r] if keep else -1 for keep, (r, _, _) in zip(kept, tokens)]).int()
         owner, positions = torch.tensor([r for r, _, _ in tokens]), torch.tensor([t for _, t, _ in tokens])
         slots = torch.tensor([self.slots[r] for r, _, _ in tokens])
         batch = (None if x is None else x.to(self.device) for x in (slots, positions, owner, track))

@@ -131,8 +131,9 @@ def scheduler_config(device: torch.device, heads: int) -> SchedulerConfig | None
     found = _known_config(device, heads)
     table = make_kv_buffers(1, 1, BLOCK_ENTRIES, KVFormat.FP8, device)[0]
     sink, nowhere = torch.zeros(heads, device=device), torch.zeros(1, device=device)
-    # Fewer tokens than parts, about as many, and more. Empty lists, and lists that are split over many parts.
-    for tokens in (1, 4, 60, 300):
+    # Fewer tokens than parts, about as many, and more, all in one slice (`_HEADS_AT_ONCE`). Empty lists, and lists that
+    # are split over many parts.
+    for tokens in (1, 4, 60, 240):
         at = torch.arange(tokens, dtype=torch.int32, device=device)
         window = EntryList(table, at.new_zeros(tokens, 128), 37 * at % 129)
         lens = torch.where(at % 3 == 0, 2048 - at, at % 70)

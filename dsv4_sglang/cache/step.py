@@ -122,7 +122,8 @@ class StepMetadata:
         own = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_indices", "hca_lens")
         parts = {name: getattr(self, name)[:n] for name in own}
         track_slots = None if self.track_slots is None else self.track_slots[:n]
-        return replace(self, out_loc=tokens, track_slots=track_slots, **parts)
+        window_size = prefill_window_size(n, self.slots.shape[0])
+        return replace(self, out_loc=tokens, track_slots=track_slots, window_size=window_size, **parts)
 
     def entry_lens(self, ratio: int, top_k: int | None = None) -> Tensor:
         """Return int32 [T], the entries of any ratio that each token sees, at most `top_k`, 0 for padding tokens."""

@@ -61,7 +61,8 @@ class V41Cache:
 
         Args:
             request_slots, positions, request_ids: see `Step`, which also defines what is rejected.
-            track_slots: [T] int32, state slot that also receives this token's window entry, for a snapshot, or -1.
+            track_slots: [T] int32, state slot that also receives this token's window entry, for a snapshot, or -1. A
+                snapshot of L tokens receives the entries of the positions L - 128 to L - 1.
         """
         step = Step(
             request_slots,

@@ -187,7 +187,7 @@ def schedules(kernel: FlashMLAAttention, case: AttendCase) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64, 131, 256, 1024])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64, 131, 256])
 def test_schedules_are_those_of_flashmla(heads, tokens):
     """Number for number, whatever the lengths; attention through them is held to the CPU op."""
     config = flashmla.scheduler_config(torch.device("cuda"), heads)

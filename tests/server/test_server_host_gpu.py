@@ -118,7 +118,7 @@ def test_retracted_requests_resume_from_the_host(server: Server) -> None:
     prompts = [prompt(500 + i, seed=44) for i in range(12)]
     server.flush()
     before, retracted = server.metrics(), server.retracted()
-    running_requests = [server.begin(ids, 600, 3) for ids in prompts]
+    running_requests = [server.begin(ids, 600, 3, ignore_eos=False) for ids in prompts]
     answers = [answer() for answer in running_requests]
     server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
     after = server.metrics()

@@ -356,6 +356,9 @@ def append(
     _check(out_loc.shape[0] == tokens, lambda: f"out_loc has {out_loc.shape[0]} slots for {tokens} tokens")
     if window is None:
         _check_decode(tokens, slots.shape[0], ring, compressor_state if ratio else None, most)
+    else:
+        expected = tokens + WINDOW * slots.shape[0]
+        _check(window.shape[1] == expected, lambda: f"window has {window.shape[1]} entries; expected {expected}")
     round_stage = rounding(kv.dtype)
     positions = (
         prefix_lens.long()[token_request.long()] + torch.arange(tokens) - query_start.long()[token_request.long()]

@@ -98,6 +98,9 @@ def append_v41(
     _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
     if window is None:
         _check_decode(kv.shape[0], slots.shape[0], ring, compressor_state if ratio == 2 else None)
+    else:
+        expected = kv.shape[0] + WINDOW * slots.shape[0]
+        _check(window.shape[1] == expected, lambda: f"window has {window.shape[1]} entries; expected {expected}")
     positions = _positions(prefix_lens, query_start, token_request)
     rows = _round(rotate(_round(rms_norm(kv, kv_norm, eps)), positions, rope))
     starts = query_start.tolist()
