@@ -18,7 +18,7 @@ PHASE, BACKEND = "prefill", "breakable"
 # Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of
 # at least half its tokens, so small sizes may double. The time of a large step is proportional to its size, so large
 # sizes are close together. A graph takes 10 MB (benchmarks/configs/flashshape).
-SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
+SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MAX_RECORDED_REQUESTS = 32
 
@@ -26,10 +26,13 @@ MAX_RECORDED_REQUESTS = 32
 def switch_on(server_args: Any) -> None:
     """Select breakable graphs and their sizes, unless flags say otherwise. Called while SGLang resolves its flags.
 
-    A decode server of a disaggregated deployment runs no prefill steps.
+    A decode server of a disaggregated deployment runs no prefill steps. SGLang does not record breakable graphs with a
+    memory saver, which gives memory of graphs back.
     """
     args, given = compat.flags(server_args), compat.given_graph_settings(server_args)
     if args.device != "cuda" or args.disaggregation_mode == "decode" or args.cuda_graph_config is None:
+        return
+    if args.enable_memory_saver:
         return
     graphs = copy.deepcopy(args.cuda_graph_config)
     if (PHASE, "backend") not in given:
