@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from standalone_harness import EXACT, LONGEST, Request, all_bytes, check, make_manager, run_step
+from torch import Tensor
 
 from dsv4_sglang.standalone import KVCacheManager, Offloaded, Snapshot
 
@@ -102,11 +103,7 @@ def test_forks_of_a_request_with_drafts(device: torch.device) -> None:
     run_step(manager, [(first, 4)])  # 126 .. 129
     copies = [first.branch(manager.fork(first.slot), seed, first.length) for seed in (1, 2)]
     assert not set(manager.blocks_of(first.slot)) & set(manager.blocks_of(copies[0].slot))
-    for request, kept in ((copies[0], 127), (copies[1], 129)):
-        back = request.branch(request.slot, request.history[-1][0], kept)
-        request.history, request.layers, request.outputs, request.length = (
-            back.history, back.layers, back.outputs, back.length,
-        )  # fmt: skip
+    copies = [copy.branch(copy.slot, seed, kept) for copy, seed, kept in zip(copies, (3, 4), (127, 129))]
     run_step(manager, [(request, 3) for request in (*copies, first)])
     for request in (first, *copies):
         run_step(manager, [(request, 40)])
@@ -217,36 +214,6 @@ def test_snapshots_count_as_memory() -> None:
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 
-def test_offload_and_restore_of_shared_blocks(device: torch.device) -> None:
-    """A request that stays on the device keeps the blocks. A restored request has copies of its own."""
-    manager = make_manager(device, blocks=8, max_snapshots=1, host_requests=2, host_blocks=6, **EXACT)
-    first = Request.admit(manager, 0)
-    run_step(manager, [(first, 256)])
-    snapshot = manager.take_snapshot(first.slot)
-    run_step(manager, [(first, 10)])
-    second, third = first.fork(manager, 1), resume(manager, snapshot, first, 2)
-    shared = manager.blocks_of(third.slot)
-    assert manager.num_free_blocks == 8 - 4
-    before = all_bytes(manager, second.slot)
-    offloaded = manager.offload(second.slot)
-    manager.release_snapshot(snapshot)
-    run_step(manager, [(first, 1), (third, 1)])
-    assert manager.num_free_blocks == 8 - 4, "its copy of the last block went, and the third's came"
-    waits = manager.offload(third.slot)
-    assert manager.blocks_of(first.slot)[:2] == shared
-    second.slot = manager.restore(offloaded)
-    assert not set(manager.blocks_of(second.slot)) & set(manager.blocks_of(first.slot))
-    assert all(torch.equal(a, b) for a, b in zip(all_bytes(manager, second.slot), before))
-    run_step(manager, [(first, 3), (second, 20)])
-    first.finish(manager)
-    third.slot = manager.restore(waits)
-    run_step(manager, [(third, 1), (second, 1)])
-    fourth = second.fork(manager, 3)
-    run_step(manager, [(fourth, 1), (third, 1)])
-    for request in (first, second, third, fourth):
-        check(request, **EXACT)
-
-
 def test_a_request_with_drafts_is_rolled_back_after_the_host(device: torch.device) -> None:
     """The bounds of the next step are restored with the request."""
     manager = make_manager(device, draft_tokens=4, host_requests=1, host_blocks=3, **ONLINE)
@@ -276,7 +243,7 @@ class Sharing(RuleBasedStateMachine):
         )  # fmt: skip
         self.requests: list[Request] = []
         self.snapshots: list[tuple[Snapshot, Request]] = []
-        self.waiting: list[tuple[Offloaded, Request]] = []
+        self.waiting: list[tuple[Offloaded, Request, list[Tensor]]] = []
         self.ended: list[Request] = []
         self.unowned: list[int] = []
         self.seed = 0
@@ -307,7 +274,7 @@ class Sharing(RuleBasedStateMachine):
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
         """Allocate a block in advance, or one that no request owns."""
-        request = data.draw(st.sampled_from([None, *self.requests]))
+        request = data.draw(st.sampled_from([*self.requests, None]))
         slot = None if request is None else request.slot
         if self.free() == 0 or (slot is not None and len(self.manager.blocks_of(slot)) == LONGEST // 128):
             with pytest.raises(RuntimeError, match="OOM"):
@@ -411,24 +378,29 @@ class Sharing(RuleBasedStateMachine):
                 self.manager.offload(request.slot)
             return
         self.requests.remove(request)
-        self.waiting.append((self.manager.offload(request.slot), request))
+        contents = all_bytes(self.manager, request.slot)
+        self.waiting.append((self.manager.offload(request.slot), request, contents))
 
     @precondition(lambda self: self.waiting)
     @rule()
     def restore(self) -> None:
-        offloaded, request = self.waiting[0]
+        """The restored request has the same contents, in blocks of its own."""
+        offloaded, request, contents = self.waiting[0]
         if offloaded.blocks > self.free() or len(self.requests) == SLOTS:
             with pytest.raises(RuntimeError, match=r"OOM|no free state slot"):
                 self.manager.restore(offloaded)
             return
         self.waiting.clear()
+        owners = self.owners()
         request.slot = self.manager.restore(offloaded)
+        assert not owners.keys() & set(self.manager.blocks_of(request.slot))
+        assert all(torch.equal(a, b) for a, b in zip(all_bytes(self.manager, request.slot), contents, strict=True))
         self.requests.append(request)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def discard(self) -> None:
-        offloaded, request = self.waiting.pop()
+        offloaded, request, _ = self.waiting.pop()
         self.manager.discard(offloaded)
         self.ended.append(request)
 
@@ -452,7 +424,7 @@ class Sharing(RuleBasedStateMachine):
         """Check that every request saw its own tokens and that no slot or block is lost."""
         if not hasattr(self, "manager"):
             return
-        for request in [*self.requests, *(request for _, request in self.waiting), *self.ended]:
+        for request in [*self.requests, *(request for _, request, _ in self.waiting), *self.ended]:
             if request.length:
                 check(request, **EXACT)
         for request in self.requests:

@@ -28,20 +28,6 @@ def append_first_layer(manager: KVCacheManager, request: Request, positions: Seq
 # --- start positions of a step ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("position", [0, 127, 129, 131, 250])
-def test_a_gap_and_a_repetition_are_rejected(device: torch.device, position: int) -> None:
-    manager = make_manager(device, **EXACT)
-    request = Request.admit(manager, 0)
-    run_step(manager, [(request, 130)])
-    before = manager.state.rings.clone()
-    message = f"state slot 0 has 130 tokens in layer 0, so its next step begins at 130, not at {position}"
-    with pytest.raises(ValueError, match=message):
-        append_first_layer(manager, request, [position])
-    assert torch.equal(manager.state.rings, before)
-    run_step(manager, [(request, 3)])
-    check(request, **EXACT)
-
-
 def test_a_step_of_drafts_may_be_rolled_back_and_no_further() -> None:
     manager = make_manager(draft_tokens=4, **ONLINE)
     request = Request.admit(manager, 0)
