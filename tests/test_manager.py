@@ -27,7 +27,7 @@ from standalone_harness import (
 from torch import Tensor
 
 from dsv4_sglang.formats import KVBuffer, KVFormat
-from dsv4_sglang.model import AttentionType, build_schedule
+from dsv4_sglang.model import AttentionType
 from dsv4_sglang.ops.rope import rms_norm, rotate
 from dsv4_sglang.standalone import KVCacheManager
 
@@ -271,15 +271,7 @@ def test_views_of_a_layer_kind() -> None:
 
 def test_cache_of_swa_layers_alone() -> None:
     config = dataclasses.replace(CONFIG, num_hidden_layers=1, compress_ratios=(0,))
-    manager = KVCacheManager(
-        config,
-        build_schedule(config),
-        max_concurrent_requests=1,
-        num_blocks_per_csa_layer=1,
-        num_blocks_per_hca_layer=1,
-        device="cpu",
-        **EXACT,
-    )
+    manager = make_manager(slots=1, blocks=1, config=config, **EXACT)
     assert manager.schedule[0].attn is AttentionType.SWA
     slot = manager.admit_request()
     handle = manager.acquire(0, ints(slot), ints(0), ints(0))
@@ -354,14 +346,7 @@ def test_longest_context_is_all_a_request_gets() -> None:
 
 def test_pool_sizes_that_differ() -> None:
     """The smaller pool sets the number of blocks, because a block id is valid in all layers."""
-    manager = KVCacheManager(
-        CONFIG,
-        build_schedule(CONFIG),
-        max_concurrent_requests=1,
-        num_blocks_per_csa_layer=64,
-        num_blocks_per_hca_layer=2,
-        device="cpu",
-    )
+    manager = make_manager(num_blocks_per_csa_layer=64, num_blocks_per_hca_layer=2)
     assert [p.num_blocks if p else None for p in manager.paged_pools] == [None, 64, 2, 64]
     assert (manager.num_blocks, manager.num_free_blocks) == (2, 2)
 
@@ -431,33 +416,29 @@ def test_no_room_on_either_side() -> None:
     """An offload or restore without space raises an error and changes nothing."""
     with pytest.raises(RuntimeError, match="construct it with host_requests and host_blocks"):
         (manager := make_manager()).offload(manager.admit_request())
-    manager = make_manager(slots=2, blocks=3, host_requests=1, host_blocks=2)
-    large, small = manager.admit_request(), manager.admit_request()
-    blocks = [manager.allocate_block(large) for _ in range(3)]
+    manager = make_manager(slots=1, blocks=3, host_requests=1, host_blocks=2)
+    slot = manager.admit_request()
+    blocks = [manager.allocate_block(slot) for _ in range(3)]
     with pytest.raises(RuntimeError, match=r"OOM: a request with 3 blocks .* 1 requests and 2 blocks"):
-        manager.offload(large)
-    assert manager.blocks_of(large) == blocks
-    offloaded = manager.offload(small)
-    with pytest.raises(RuntimeError, match=r"OOM: a request with 3 blocks .* 0 requests and 2 blocks"):
-        manager.offload(large)
+        manager.offload(slot)
+    assert manager.blocks_of(slot) == blocks
+    manager.release_blocks(slot)
+    for _ in range(2):
+        manager.allocate_block(slot)
+    offloaded = manager.offload(slot)
     with pytest.raises(ValueError, match="holds no request"):
-        manager.offload(small)
+        manager.offload(slot)
     manager.admit_request()
+    with pytest.raises(RuntimeError, match=r"OOM: a request with 0 blocks .* 0 requests and 0 blocks"):
+        manager.offload(slot)
     with pytest.raises(RuntimeError, match="no free state slot"):
         manager.restore(offloaded)
-    manager.release_request(1)
-    assert manager.restore(offloaded) == 1
-    manager.release_request(1)
-
-    manager.release_blocks(large)
-    for _ in range(2):
-        manager.allocate_block(large)
-    offloaded = manager.offload(large)
+    manager.release_request(slot)
     for _ in range(2):
         manager.allocate_block()
     with pytest.raises(RuntimeError, match="OOM: 2 blocks requested to restore a request, 1 free of 3"):
         manager.restore(offloaded)
-    assert manager.num_free_slots == 2
+    assert manager.num_free_slots == 1
     manager.discard(offloaded)
     with pytest.raises(ValueError, match="no longer on the host"):
         manager.discard(offloaded)

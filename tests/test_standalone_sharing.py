@@ -60,24 +60,6 @@ def test_fork_shares_full_blocks_and_copies_the_last(device: torch.device, optio
     assert all(torch.equal(a, b) for a, b in zip(of_fork, all_bytes(manager, second.slot)))
 
 
-def test_fork_without_room_changes_nothing() -> None:
-    manager = make_manager(slots=2, blocks=3, **EXACT)
-    first = Request.admit(manager, 0)
-    run_step(manager, [(first, 300)])
-    with pytest.raises(RuntimeError, match="OOM: 1 blocks requested to fork a request, 0 free of 3"):
-        manager.fork(first.slot)
-    assert (manager.num_free_slots, manager.num_free_blocks) == (1, 0)
-    manager.admit_request()
-    first.finish(manager)
-    first = Request.admit(manager, 0)
-    run_step(manager, [(first, 128)])
-    with pytest.raises(RuntimeError, match="no free state slot: 2 requests, the maximum, are running"):
-        manager.fork(first.slot)
-    assert manager.num_free_blocks == 2
-    first.finish(manager)
-    assert manager.num_free_blocks == 3, "the failed fork kept a share"
-
-
 def test_fork_and_snapshot_need_a_complete_step() -> None:
     manager = make_manager(max_snapshots=1, **EXACT)
     request = Request.admit(manager, 0)
