@@ -38,33 +38,27 @@ COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-leng
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--enable-metrics")
 INTERVAL = 512
 OPTIONS = {"snapshot_interval": INTERVAL, "max_snapshots": 128}
+LARGE = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size")
 SERVERS: dict[str, tuple[str, ...]] = {
-    "fp8": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "4096"),
-    "fp8, no graphs, no overlap, chunks of 128": (
-        *("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "128"),
-        *("--disable-cuda-graph", "--disable-overlap-schedule"),
-    ),
-    "bf16, chunks of 256": (
-        *("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "256"),
-        *("--kv-cache-dtype", "bfloat16"),
-    ),
+    "fp8": (*LARGE, "4096"),
+    "fp8, no graphs, no overlap, chunks of 128": (*LARGE, "128", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    "bf16, chunks of 256": (*LARGE, "256", "--kv-cache-dtype", "bfloat16"),
     # Admits more requests than fit into the pool after they have grown.
     "fp8, small": (
         *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "64"),
         *("--schedule-conservativeness", "0.3"),
     ),
-    "fp8, two GPUs": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--tp-size", "2"),
+    "fp8, two GPUs": (*LARGE[:-1], "--tp-size", "2"),
     # 16 requests and chunks of 4,096 tokens per rank.
     "fp8, two ranks": (
-        *("--max-total-tokens", "65536", "--max-running-requests", "32", "--chunked-prefill-size", "8192"),
+        *(*LARGE, "8192", "--max-running-requests", "32"),
         *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
     ),
 }
-SERVERS |= {f"{name}, 3 drafts": (*SERVERS[name], *DRAFTS) for name in ("fp8", "fp8, small", "fp8, two ranks")}
-SERVERS["fp8, no graphs, no overlap, chunks of 128, 3 drafts"] = (
-    *SERVERS["fp8, no graphs, no overlap, chunks of 128"],
-    *DRAFTS,
-)
+SERVERS |= {
+    f"{name}, 3 drafts": (*SERVERS[name], *DRAFTS)
+    for name in ("fp8", "fp8, small", "fp8, two ranks", "fp8, no graphs, no overlap, chunks of 128")
+}
 SERVERS["bf16, chunks of 256, two GPUs, 7 drafts"] = (
     *(*SERVERS["bf16, chunks of 256"], *EAGLE, "--speculative-num-steps", "7", "--speculative-num-draft-tokens", "8"),
     *("--tp-size", "2"),
