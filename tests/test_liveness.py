@@ -1,4 +1,4 @@
-"""Tests of liveness checks: a process that works is waited for; a process that exited or hangs raises a clear error."""
+"""Tests of liveness checks: a process that works is waited for, and one that hangs raises a clear error."""
 
 import subprocess
 import sys

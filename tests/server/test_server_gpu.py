@@ -346,22 +346,15 @@ def test_a_branch_off_a_running_request(server: Server) -> None:
 
 
 @only("fp8, small", "fp8, small, 3 drafts")
-def test_after_eviction_retraction_and_a_flush(server: Server) -> None:
-    """In the small pool, evicted prompts and retracted requests are right, and a flush clears the cache."""
+def test_after_eviction_and_a_flush(server: Server) -> None:
+    """In the small pool, evicted prompts are right, and a flush clears the cache."""
     ids = prompt(1400, seed=19)
     server.flush()
     server.generate(ids, 1)
     server.generate(prompt(7000, seed=20), 1)
     found = [server.generate(ids, 16) for _ in range(2)]
     assert found[0].cached < found[1].cached == 1280, [got.cached for got in found]
-    before, retracted = server.metrics()["hit_tokens"], server.retractions()
-    answers = server.generate_all([prompt(100 + 2 * i, seed=8) for i in range(48)], 300)
-    assert server.retractions() > retracted, "nothing was retracted: the test does not test"
-    hits = server.metrics()["hit_tokens"] - before
-    print(f"{hits:.0f} tokens hit by requests that share nothing: by retracted ones that came back")
-    asked = {f"evicted and back, {i}": (ids, got) for i, got in enumerate(found)}
-    asked |= {f"crowded {i}": (prompt(100 + 2 * i, seed=8), answers[i]) for i in range(0, 48, 8)}
-    assert_as_cold(server, asked)
+    assert_as_cold(server, {f"evicted and back, {i}": (ids, got) for i, got in enumerate(found)})
     server.flush()
     assert server.generate(ids, 1).cached == 0
     server.wait_idle()
