@@ -284,12 +284,10 @@ class InProcess:
 _server: InProcess | None = None
 
 
-def _start(prepare: Callable[[], None] | None, arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
+def _start(arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
     global _server
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    if prepare is not None:
-        prepare()
     _server = InProcess(*arguments, **flags)
 
 
@@ -310,8 +308,8 @@ class Child:
 
 
 @contextmanager
-def child(*arguments: Any, prepare: Callable[[], None] | None = None, **flags: Any) -> Iterator[Child]:
-    """Start a child with the `arguments` and `flags` of `InProcess`. The child calls `prepare` first."""
+def child(*arguments: Any, **flags: Any) -> Iterator[Child]:
+    """Start a child with the `arguments` and `flags` of `InProcess`."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        pool.submit(_start, prepare, arguments, flags).result()
+        pool.submit(_start, arguments, flags).result()
         yield Child(pool)

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import select
+import shlex
 import time
 import uuid
 from collections import Counter, defaultdict
@@ -62,11 +63,17 @@ class Generated:
     others: list[dict[int, float]] = field(default_factory=list)
 
 
-def _request(prompt: Sequence[int], count: int, ignore_eos: bool = True) -> dict[str, Any]:
-    """Return a greedy request. SGLang 0.5.23 reserves all `count` tokens of a request that ignores the end token, so
-    such requests are never retracted."""
+def greedy(prompt: Sequence[int], count: int, ignore_eos: bool = True, **fields: Any) -> dict[str, Any]:
+    """Return the body of a request for `count` tokens at temperature 0.
+
+    SGLang 0.5.23 reserves all tokens of a request that ignores the end token, so such a request is never retracted.
+    """
     sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": ignore_eos}
-    return {"input_ids": list(prompt), "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
+    return {"input_ids": list(prompt), "sampling_params": sampling, **fields}
+
+
+def _request(prompt: Sequence[int], count: int, ignore_eos: bool = True) -> dict[str, Any]:
+    return greedy(prompt, count, ignore_eos, return_logprob=True, top_logprobs_num=4)
 
 
 def _answer(meta: dict[str, Any]) -> Generated:
@@ -257,7 +264,12 @@ class Server(Endpoint):
 def launched(
     model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
 ) -> Iterator[Process]:
-    """Start the server's process in a new process group, and stop it at the end."""
+    """Start the server's process in a new process group, and stop it at the end.
+
+    On a GPU, DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
+    """
+    if not cpu:
+        flags = [*flags, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))]
     overrides = json.dumps({launch_command.OPT_IN_KEY: options})
     command = launch_command.server_command(
         str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=cpu
@@ -322,7 +334,7 @@ def one_core_each(processes: int) -> str:
 
 
 def make_way(server: Server) -> Server:
-    """Return the server after lowering the priority of SGLang's DP controller.
+    """Return the server after lowering the priority of SGLang's DP controller, if it has one.
 
     This process distributes requests to the ranks of DP attention and busy-waits on a core.
     """
@@ -363,6 +375,17 @@ def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]]
     assert behind.max() <= 10 * allowed, f"{behind.max():.3f} behind the likeliest, at {int(behind.argmax())}"
 
 
+def assert_as_near_as_the_format(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]]) -> None:
+    """Assert that answers with FP8 entries and FP4 keys are about as far from fp32 as the oracle with these formats."""
+    apart = []
+    for ids, got in asked:
+        exact = oracle.score(ids, got.tokens, chunk=CHUNK).logprobs
+        quantised = oracle.score(ids, got.tokens, "fp8", "mxfp4", CHUNK).logprobs
+        apart.append(torch.stack([torch.tensor(got.logprobs) - exact, quantised - exact]).abs())
+    ours, format_alone = torch.cat(apart, 1).mean(1).tolist()
+    assert ours <= 1.5 * format_alone, f"mean distance {ours:.4f}, the format alone {format_alone:.4f}"
+
+
 def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, tolerance: float, **fields: Any) -> None:
     """Assert that requests are right after a retraction.
 
@@ -384,6 +407,18 @@ def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, to
     else:
         pytest.fail("nothing was retracted: the test does not test")
     server.wait_idle()
+
+
+def assert_drafts_are_accepted(server: Server, name: str) -> None:
+    """Assert that drafts are accepted as often after a prefix hit as cold."""
+    ids, lengths = prompt(1000, seed=43), {}
+    server.flush()
+    for run in ("cold", "warm"):
+        got = server.post("/generate", greedy(ids, 600, **server.fields))["meta_info"]
+        lengths[run] = got["completion_tokens"] / got["spec_verify_ct"]
+    print(f"{name}: tokens a turn {lengths}, {got['cached_tokens']} cached")
+    assert got["cached_tokens"] == 896 and min(lengths.values()) > 1.3
+    assert abs(lengths["cold"] - lengths["warm"]) < 0.25
 
 
 def assert_burst(
@@ -434,7 +469,7 @@ def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
     assert worst <= tolerance, f"log p differs by {worst:.1e}"
 
 
-def _against_cold(server: Server, ids: list[int], got: Generated) -> torch.Tensor:
+def against_cold(server: Server, ids: list[int], got: Generated) -> torch.Tensor:
     """Return |log p of the answer - log p of the same tokens, teacher-forced, without a prefix hit|."""
     cold = server.score(ids, got.tokens, extra_key=f"cold {time.monotonic_ns()}")
     assert cold.cached == 0
@@ -448,8 +483,8 @@ def assert_as_cold(server: Server, asked: dict[str, tuple[list[int], Generated]]
     The noise is the difference between a decoded cold answer and the same tokens computed as a prompt. A corrupt KV
     entry changes log p by 0.07 or more.
     """
-    noise = {name: _against_cold(server, ids, server.cold(ids, len(got.tokens))) for name, (ids, got) in asked.items()}
-    warm = {name: _against_cold(server, ids, got) for name, (ids, got) in asked.items()}
+    noise = {name: against_cold(server, ids, server.cold(ids, len(got.tokens))) for name, (ids, got) in asked.items()}
+    warm = {name: against_cold(server, ids, got) for name, (ids, got) in asked.items()}
     lines = [
         f"{name}: {len(ids)} tokens, {got.cached} cached: mean {warm[name].mean():.4f}, max {warm[name].max():.3f} at "
         f"{int(warm[name].argmax())}; cold {noise[name].mean():.4f}, {noise[name].max():.3f}"

@@ -30,17 +30,10 @@ EXACT = {"kv_format": "fp32", "key_format": "fp32"}
 
 
 def make_manager(
-    device: torch.device | str = "cpu", slots: int = 3, blocks: int = 12, **options: Any
+    device: torch.device | str = "cpu", slots: int = 3, blocks: int = 12, config: DSV4Config = CONFIG, **options: Any
 ) -> KVCacheManager:
-    return KVCacheManager(
-        CONFIG,
-        build_schedule(CONFIG),
-        max_concurrent_requests=slots,
-        num_blocks_per_csa_layer=blocks,
-        num_blocks_per_hca_layer=blocks,
-        device=device,
-        **options,
-    )
+    sizes = {"num_blocks_per_csa_layer": blocks, "num_blocks_per_hca_layer": blocks, **options}
+    return KVCacheManager(config, build_schedule(config), max_concurrent_requests=slots, device=device, **sizes)
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Tests of SGLang's draft models on a CPU, and of what they call in `sgl_kernel`."""
+"""Tests of what SGLang's draft models call in `sgl_kernel` on a CPU, and of a DSPARK head's weights.
+
+test_server_speculation.py compares the NextN layer with plain PyTorch.
+"""
 
 import json
 import logging
@@ -15,19 +18,15 @@ from safetensors.torch import load_file
 from sglang.kernels.ops.speculative import cache_locs, eagle
 from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
-from sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn
+from sglang.srt.models import deepseek_v4_dspark
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.reference.nextn import NextN
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
-
-RATIOS = (0, 4, 128)
 
 
 @pytest.fixture(scope="module")
@@ -40,71 +39,21 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
     parallel_state.initialize_model_parallel(backend="gloo")
 
 
-def loaded(made: Callable[..., nn.Module], folder: Path, caplog: pytest.LogCaptureFixture) -> nn.Module:
-    """Return SGLang's draft model with a folder's weights in fp32. Its loader must know every tensor."""
-    config = compat.config_class()(**json.loads((folder / "config.json").read_text()))
-    model = made(config)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        model.load_weights(iter(load_file(folder / "model.safetensors").items()))
-    assert not caplog.records
-    return model
-
-
-def missing(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.isnan().any()}
-
-
-def attention_of(reference: NextN) -> Callable[..., Tensor]:
-    """Return the reference's attention over a full sequence, with the call signature of SGLang's layer."""
-
-    def attention(x: Tensor, positions: Tensor, *_: object, **__: object) -> Tensor:
-        cos_sin = reference.model.model.rotary_emb(x[None], position_ids=positions[None], layer_type="main")
-        seen = (positions <= positions[:, None]) & (positions > positions[:, None] - 128)
-        mask = torch.where(seen, 0.0, float("-inf"))[None, None]
-        return reference.model.model.layers[0].self_attn(x[None], {"main": cos_sin}, positions[None], mask)[0][0]
-
-    return attention
-
-
-def test_the_nextn_block_is_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = make_tiny(tmp_path / "tiny", TinySpec(ratios=RATIOS, nextn=True))
-    monkeypatch.setattr(deepseek_v4, "_FP8_WO_A_GEMM", False)
-    # SGLang's own layer has its hyper-connections and its router as GPU kernels only.
-    monkeypatch.setattr(deepseek_v4_nextn, "DeepseekV4DecoderLayer", DecoderLayer)
-    model = loaded(deepseek_v4_nextn.DeepseekV4ForCausalLMNextN, folder, caplog)
-    assert missing(model) == {"model.embed_tokens.weight", "lm_head.weight"}
-    tensors = load_file(folder / "model.safetensors")
-    embed, head = (nn.Parameter(tensors[name].float()) for name in ("embed.weight", "head.weight"))
-    model.set_embed_and_head(embed, head)  # Calls `torch.cpu.empty_cache`, which the CPU shim defines.
-    assert torch.equal(model.model.decoder.self_attn.wo_b.weight, tensors["mtp.0.attn.wo_b.weight"].float())
-
-    reference = NextN(folder)
-    # SGLang's attention needs a cache. The server tests compare it with their own oracle.
-    monkeypatch.setattr(model.model.decoder.self_attn, "forward", attention_of(reference))
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(3, 384, (200,), generator=generator)
-    streams = torch.randn(200, 4, 256, generator=generator)
-    wanted_logits, wanted_streams = reference.forward(tokens.tolist(), streams)
-    batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=streams.flatten(1)), attn_cp_metadata=None)
-    with torch.no_grad(), runtime_context.get_parallel().override(attn_dp_size=1):
-        hidden, own = model.model(tokens, torch.arange(200), batch)
-    torch.testing.assert_close(own.view_as(wanted_streams), wanted_streams, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(hidden @ head.T, wanted_logits, rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize("block", [5, 7])
 def test_a_dspark_head_is_taken(
     block: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # This mode reads the confidence head too.
-    folder = make_tiny(tmp_path / "tiny", TinySpec(ratios=RATIOS, dspark=block))
-    model = loaded(deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark, folder, caplog)
-    assert missing(model) == set()
+    folder = make_tiny(tmp_path / "tiny", TinySpec(ratios=(0, 4, 128), dspark=block))
+    config = compat.config_class()(**json.loads((folder / "config.json").read_text()))
+    model = deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark(config)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        model.load_weights(iter(load_file(folder / "model.safetensors").items()))
+    assert not caplog.records, "the loader does not know a tensor"
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
     assert (model.gamma, model.num_stages, model.num_target_features) == (block, 3, 3)
     assert model.enable_confidence_head
 

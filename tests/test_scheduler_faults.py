@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from scheduler_in_process import Answer, Asked, Child, InProcess, child
-from speculation_judge import FLAGS, Judge, apart, cold, prompt, serve
+from scheduler_in_process import Answer, Asked, Child, InProcess
+from speculation_judge import Judge, apart, cold, prompt
 from torch import Tensor
 
-from dsv4_sglang.cache import schema
 from dsv4_sglang.cache.host_pool import HostSnapshotPool
 from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.model.geometry import CsaCompressorState, state_rows
-from dsv4_sglang.ops.reference import append as reference
 from dsv4_sglang.srt.attention import backend
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
 
@@ -139,42 +135,3 @@ def test_a_snapshot_without_the_drafts_shows(server: Child, right: bool) -> None
     asked = Asked(prompt(128), 6, space=f"snapshot {right}")
     answer = server.do(seeing_no_drafts, asked, right)
     assert bool(apart(answer.state, server.do(cold, [answer])[0].state)) != right
-
-
-def smaller(sizes: dict[str, Any]) -> None:
-    """Give slots a different size than their drafts need in this process, and disable the check that rejects it."""
-    rows = state_rows(4)._replace(**sizes)
-    schema.state_rows = lambda draft_tokens: rows
-    reference.CSA_COMPRESSOR_STATES = (rows.csa,)
-    reference._check_rows = lambda *arguments: None
-
-
-@pytest.mark.parametrize(
-    ("sizes", "enough"),
-    [
-        ({"ring": 131, "csa": CsaCompressorState(8, 12), "hca_state_copies": 5}, True),
-        ({"ring": 130}, False),
-        ({"csa": CsaCompressorState(4, 16)}, False),
-        ({"csa": CsaCompressorState(8, 8)}, False),
-        ({"hca_state_copies": 4}, False),
-    ],
-    ids=["enough", "ring", "current", "previous", "state copies"],
-)
-def test_a_slot_one_size_too_small_shows(
-    judge: Judge, texts: dict[int, Asked], sizes: dict[str, Any], enough: bool
-) -> None:
-    """A slot that is too small changes the bytes that a request resumes from, and its tokens or their log p. Each
-    request has its own name space: a compressor state of 12 rows does not divide a block, so a snapshot would keep the
-    wrong rows."""
-    text = texts[126]
-    whole = text.prompt + text.follows
-    asked = [
-        replace(text, prompt=whole[:begin], follows=whole[begin:], count=20, right=0.5, space=f"from {begin}")
-        for begin in (126, 186, 246)
-    ]
-    with child(judge.folder, 4, True, prepare=partial(smaller, sizes), **FLAGS) as server:
-        answers = server.do(serve, asked)
-        found = [apart(answer.state, other.state) for answer, other in zip(answers, server.do(cold, answers))]
-    assert any(found) != enough
-    with nullcontext() if enough else pytest.raises(AssertionError, match=WRONG):
-        judge.hold_all(asked, answers)

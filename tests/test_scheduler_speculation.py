@@ -46,16 +46,6 @@ def test_warm_branched_and_from_the_host(judge: Judge, server: Child, written: d
         server.do(leave)
 
 
-def test_after_a_flush(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    asked = [replace(texts[300], count=4)]
-    for cached in (0, 256, 0):
-        answers = server.do(serve, asked)
-        assert answers[0].cached == cached
-        judge.hold_all(asked, answers)
-        if cached:
-            server.do(InProcess.flush)
-
-
 def most_running(server: InProcess, asked: Sequence[Asked]) -> int:
     server.serve(asked)
     return server.most_running
@@ -97,12 +87,18 @@ def retracting(server: InProcess, asked: Sequence[Asked]) -> tuple[list[Answer],
 
 def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
     """Every fourth step retracts a request, at any point of a burst, and resumes it. Where all drafts are right, the
-    step in flight has accepted four tokens, which must be generated again."""
+    step in flight has accepted four tokens, which must be generated again. It depends on the number of steps so far
+    which request that is, so there are several attempts."""
     each = ((1, 24, 0.4), (126, 20, 1.0), (300, 16, 1.0))
-    asked = [replace(texts[length], count=count, right=right, space="retracted") for length, count, right in each]
-    answers, cut = server.do(retracting, asked)
-    assert sum(answer.retracted for answer in answers) >= 2 and 4 in cut, cut
-    judge.hold_all(asked, answers)
+    retracted, every = 0, set()
+    for attempt in range(4):
+        space = f"retracted {attempt}"
+        asked = [replace(texts[length], count=count, right=right, space=space) for length, count, right in each]
+        answers, cut = server.do(retracting, asked)
+        judge.hold_all(asked, answers)
+        retracted += sum(answer.retracted for answer in answers)
+        every |= set(cut)
+    assert retracted >= 4 and 4 in every, every
 
 
 def aborting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:

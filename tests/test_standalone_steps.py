@@ -28,20 +28,6 @@ def append_first_layer(manager: KVCacheManager, request: Request, positions: Seq
 # --- start positions of a step ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("position", [0, 127, 129, 131, 250])
-def test_a_gap_and_a_repetition_are_rejected(device: torch.device, position: int) -> None:
-    manager = make_manager(device, **EXACT)
-    request = Request.admit(manager, 0)
-    run_step(manager, [(request, 130)])
-    before = manager.state.rings.clone()
-    message = f"state slot 0 has 130 tokens in layer 0, so its next step begins at 130, not at {position}"
-    with pytest.raises(ValueError, match=message):
-        append_first_layer(manager, request, [position])
-    assert torch.equal(manager.state.rings, before)
-    run_step(manager, [(request, 3)])
-    check(request, **EXACT)
-
-
 def test_a_step_of_drafts_may_be_rolled_back_and_no_further() -> None:
     manager = make_manager(draft_tokens=4, **ONLINE)
     request = Request.admit(manager, 0)
@@ -270,7 +256,7 @@ def state_bytes(manager: KVCacheManager) -> list[Tensor]:
 
 def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) -> None:
     """A skipped token has no effect, like padding. One error reports it afterwards, and other requests are
-    unaffected."""
+    unaffected. Of two requests in one slot the second is skipped."""
     manager = make_manager(device, blocks=4, **EXACT)
     requests = [Request.admit(manager, seed) for seed in range(2)]
     run_step(manager, [(requests[0], 100), (requests[1], 30)])
@@ -297,31 +283,19 @@ def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) ->
     recorded.slots[1:] = -1
     assert recorded.replay is not None
     recorded.replay()
-    skipped(r"a position of state slot 0 has no block: allocate_block\(0\) first")
+    skipped(r"position 400 of state slot 0, .* has no block: allocate_block\(0\)")
     recorded.slots[0], recorded.positions[0] = 7, 0
     recorded.replay()
     skipped(r"a slot is not in -1\.\.2")
     recorded(requests, [2, 0])
     recorded.take(requests, [2, 0])
     manager.raise_if_skipped()
-    for request in requests:
-        check(request, **EXACT)
-
-
-def test_two_requests_of_a_recorded_step_in_one_slot(device: torch.device) -> None:
-    """The second request is skipped."""
-    manager = make_manager(device, **EXACT)
-    request = Request.admit(manager, 0)
-    run_step(manager, [(request, 10)])
-    run_step(manager, [(request, 1)])
-    recorded = Recorded(manager, request.layers, size=2)
-    recorded([request], [0])
-    recorded.take([request], [0])
-    recorded([request, request], [0, 1])
-    recorded.take([request], [0])
+    recorded(requests[:1] * 2, [0, 1])
+    recorded.take(requests[:1], [0])
     with pytest.raises(ValueError, match="two requests are in state slot 0"):
         manager.raise_if_skipped()
-    check(request, **EXACT)
+    for request in requests:
+        check(request, **EXACT)
 
 
 def test_tokens_per_request_that_cannot_be() -> None:

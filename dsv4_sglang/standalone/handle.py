@@ -190,14 +190,13 @@ class LayerCacheHandle:
             wanted = (tokens, columns) if columns else None
             if given != wanted:
                 raise ValueError(f"append, {self}: {name} has shape {given}; expected {wanted}")
-        needed = {
-            "entry_norm": streams > 0,
-            "ape": streams > 0,
-            "index_norm": index_dim > 0,
-            "index_ape": index_dim > 0,
-        }
-        for name, need in needed.items():
-            if need and getattr(weights, name) is None:
+        for name, columns in (
+            ("entry_norm", streams),
+            ("ape", streams),
+            ("index_norm", index_dim),
+            ("index_ape", index_dim),
+        ):
+            if columns and getattr(weights, name) is None:
                 raise ValueError(f"append, {self}: weights.{name} is None")
 
     def read_swa_view(self) -> SwaView:

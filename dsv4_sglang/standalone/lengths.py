@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
+
 
 class Problem(enum.IntEnum):
     """Reason why a request must not be written in a step. If there are several, the lowest number is reported."""
@@ -21,8 +23,8 @@ class Problem(enum.IntEnum):
     NO_BLOCK = 7
     WRONG_POSITION = 8
 
-    def describe(self, slot: int, slots: int) -> str:
-        """Return an error message for the request in state slot `slot` of `slots`.
+    def describe(self, slot: int, position: int, slots: int) -> str:
+        """Return an error message for the token at `position` of the request in state slot `slot` of `slots`.
 
         The message of WRONG_POSITION comes from `RequestLengths.expected`.
         """
@@ -33,7 +35,8 @@ class Problem(enum.IntEnum):
             Problem.SEVERAL_SLOTS: "request_slots: a request's tokens have several slots",
             Problem.NO_SUCH_SLOT: f"request_slots: a slot is not in -1..{slots - 1}",
             Problem.SHARED_SLOT: f"request_slots: two requests are in state slot {slot}; a slot belongs to one request",
-            Problem.NO_BLOCK: f"a position of state slot {slot} has no block: allocate_block({slot}) first",
+            Problem.NO_BLOCK: f"position {position} of state slot {slot}, or one of the step after it, has no block: "
+            f"allocate_block({slot}) once for every {BLOCK_TOKENS} tokens before they are written",
             Problem.WRONG_POSITION: "",
         }[self]
 
@@ -171,5 +174,5 @@ class RequestLengths:
         number, position = skipped[layer, slot].tolist()
         problem = Problem(number)
         skipped.zero_()
-        reason = problem.describe(slot, self.slots) or self.expected(layer, slot, position)
+        reason = problem.describe(slot, position, self.slots) or self.expected(layer, slot, position)
         raise ValueError(f"a step that was not read back skipped state slot {slot} at position {position}: {reason}")

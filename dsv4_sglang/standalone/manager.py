@@ -86,10 +86,14 @@ class KVCacheManager:
         host_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        if max_concurrent_requests < 1:
-            raise ValueError(f"max_concurrent_requests is {max_concurrent_requests}; expected at least 1")
-        if max_snapshots < 0:
-            raise ValueError(f"max_snapshots is {max_snapshots}; expected 0 or more")
+        for name, value, least in (
+            ("max_concurrent_requests", max_concurrent_requests, 1),
+            ("max_snapshots", max_snapshots, 0),
+            ("host_requests", host_requests, 0),
+            ("host_blocks", host_blocks, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}")
         self.config = config
         self.schedule = list(schedule)
         self.max_concurrent_requests = max_concurrent_requests
@@ -111,18 +115,14 @@ class KVCacheManager:
         ]
         sizes = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
         self.paged_pools = make_paged_pools(self.layout, sizes)
-        self.num_blocks = min((pool.num_blocks for pool in self.paged_pools if pool is not None), default=0)
+        self._paged = [pool for pool in self.paged_pools if pool is not None]
+        self.num_blocks = min((pool.num_blocks for pool in self._paged), default=0)
         self._allocator = BlockAllocator(self.num_blocks, self.device)
-        if host_requests < 0 or host_blocks < 0:
-            raise ValueError(f"host_requests is {host_requests}, host_blocks {host_blocks}; expected 0 or more")
-        paged = [pool for pool in self.paged_pools if pool is not None]
-        self._host = HostSide(self.state, paged, host_requests, host_blocks) if host_requests else None
+        self._host = HostSide(self.state, self._paged, host_requests, host_blocks) if host_requests else None
 
         longest = math.ceil(config.max_position_embeddings / BLOCK_TOKENS)
-        width = max(1, min(self.num_blocks, longest))
-        self.block_tables: Tensor = torch.full(
-            (max_concurrent_requests, width), NO_BLOCK, dtype=torch.int32, device=self.device
-        )
+        shape = max_concurrent_requests, max(1, min(self.num_blocks, longest))
+        self.block_tables: Tensor = torch.full(shape, NO_BLOCK, dtype=torch.int32, device=self.device)
         # Stacks whose top is the end: slot 0 is allocated first, a released slot before one that was never used.
         self._free_slots = list(range(max_concurrent_requests - 1, -1, -1))
         self._blocks: dict[int, list[int]] = {}
@@ -231,7 +231,7 @@ class KVCacheManager:
 
     def _copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if sources:
-            views = [view[None] for pool in self.paged_pools if pool is not None for view in pool.block_views()]
+            views = [view[None] for pool in self._paged for view in pool.block_views()]
             torch.ops.dsv4_sglang.copy_state(self._ids(*sources), self._ids(*targets), views)
 
     def take_snapshot(self, slot: int, length: int | None = None) -> Snapshot:
@@ -432,7 +432,7 @@ class KVCacheManager:
 
     def memory_bytes(self) -> int:
         """Return the bytes of all pools and snapshots, without block tables, lengths and free lists."""
-        return self.state.memory_bytes() + sum(pool.memory_bytes() for pool in self.paged_pools if pool is not None)
+        return self.state.memory_bytes() + sum(pool.memory_bytes() for pool in self._paged)
 
     def _host_side(self) -> HostSide:
         if self._host is None:

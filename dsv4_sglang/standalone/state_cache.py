@@ -13,6 +13,10 @@ from dsv4_sglang.formats import KVBuffer
 from dsv4_sglang.model.geometry import HCA_ONLINE_ROWS, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
 
+# Parts of a compressor state of raw tokens and of an online one. An HCA layer has the first two raw parts.
+RAW_PARTS = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
+ONLINE_PARTS = ("tail_max", "tail_sum", "tail_acc")
+
 
 class StateCachePool:
     """State of one layer with `max_requests` slots: a pool of its own, or views of layer `layer` of a shared storage.
@@ -64,29 +68,9 @@ class StateCachePool:
         self.swa_fp8: Tensor | None = views.fp8 if views else None
         self.swa_rope: Tensor | None = views.rope if views else None
         self.swa_inv: Tensor | None = views.inv_scale if views else None
-        self._split_compressor_state()
-
-    def _split_compressor_state(self) -> None:
-        names = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
-        parts: dict[str, Tensor] = {}
-        if self.compressor_state is not None and self.schema.attn is AttentionType.CSA:
-            rows = self.schema.rows.csa
-            sizes = (rows.current, rows.current, rows.previous, rows.previous)
-            main, index = self.compressor_state.split(
-                (self.schema.entry_head_dim, self.schema.indexer_head_dim), dim=-1
-            )
-            parts.update(zip(names, main.split(sizes, dim=1)))
-            parts.update((f"index_{name}", part) for name, part in zip(names, index.split(sizes, dim=1)))
-        elif self.compressor_state is not None and self.schema.hca_state is HcaState.RAW:
-            parts.update(zip(names, self.compressor_state.split(HCA_RATIO, dim=1)))
-        elif self.compressor_state is not None:
-            state_copies = self.compressor_state.unflatten(1, (-1, HCA_ONLINE_ROWS)).squeeze(1)
-            parts.update(zip(("tail_max", "tail_sum", "tail_acc"), state_copies.unbind(-2)))
-        self.tail_ka, self.tail_za, self.tail_kb, self.tail_zb = (parts.get(name) for name in names)
-        self.index_tail_ka, self.index_tail_za = parts.get("index_tail_ka"), parts.get("index_tail_za")
-        self.index_tail_kb, self.index_tail_zb = parts.get("index_tail_kb"), parts.get("index_tail_zb")
-        self.tail_max, self.tail_sum = parts.get("tail_max"), parts.get("tail_sum")
-        self.tail_acc = parts.get("tail_acc")
+        parts = _compressor_state_parts(schema, self.compressor_state)
+        for name in (*RAW_PARTS, *(f"index_{name}" for name in RAW_PARTS), *ONLINE_PARTS):
+            setattr(self, name, parts.get(name))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -110,6 +94,21 @@ class StateCachePool:
     def memory_bytes(self) -> int:
         """Return the bytes of this layer's slots, block padding included; exact also for a view of a shared storage."""
         return sum(self.max_requests * tensor.stride(0) * tensor.element_size() for tensor in self.tensors)
+
+
+def _compressor_state_parts(schema: LayerCacheSchema, state: Tensor | None) -> dict[str, Tensor]:
+    """Return views of a layer's compressor state by their names in `StateCachePool`."""
+    if state is None:
+        return {}
+    if schema.attn is AttentionType.CSA:
+        rows = schema.rows.csa
+        sizes = (rows.current, rows.current, rows.previous, rows.previous)
+        main, index = state.split((schema.entry_head_dim, schema.indexer_head_dim), dim=-1)
+        parts = dict(zip(RAW_PARTS, main.split(sizes, dim=1)))
+        return parts | {f"index_{name}": part for name, part in zip(RAW_PARTS, index.split(sizes, dim=1))}
+    if schema.hca_state is HcaState.RAW:
+        return dict(zip(RAW_PARTS, state.split(HCA_RATIO, dim=1)))
+    return dict(zip(ONLINE_PARTS, state.unflatten(1, (-1, HCA_ONLINE_ROWS)).squeeze(1).unbind(-2)))
 
 
 def resume_slot(storage: StateStorage, slot: int, length: int) -> None:

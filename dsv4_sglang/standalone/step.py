@@ -38,12 +38,16 @@ class _Requests(NamedTuple):
 
 @dataclass
 class _Derived:
-    """Values derived from a step's tensors. `problem` [B] int32 is the problem of each request if the step is not read
-    back.
+    """Values derived from a step's tensors.
+
+    Attributes:
+        problems: result of `Step._problems`.
+        problem: [B] int32, problem of each request if the step is not read back, 0 for none.
     """
 
     metadata: StepMetadata
     requests: _Requests
+    problems: Tensor
     problem: Tensor
     recorded: bool
     claim: Claim | None = None
@@ -154,13 +158,12 @@ class Step:
         # A padding request gets the blocks of some slot, which are never read.
         block_table = self.block_tables[slots.long().clamp(0, self.block_tables.shape[0] - 1)]
         out_loc = self._out_loc(block_table[owner], at) if self.has_blocks else at
-        problems = self._problems(requests)
+        problems = self._problems(requests, out_loc)
         problem = torch.zeros_like(slots)
         if per_request is None:
-            self._raise_first(problems, requests)
+            self._raise_first(problems, Problem.SHARED_SLOT)
         else:
-            problems[Problem.NO_BLOCK] = (self.request_slots >= 0) & (out_loc < 0)
-            problem = _lowest(problems).view(len(slots), per_request).amin(1)
+            problem = problems.view(len(slots), per_request).amin(1)
             problem = problem.masked_fill(problem > max(Problem), 0)
             slots = slots.masked_fill(problem > 0, -1)
         metadata = StepMetadata.build(
@@ -173,7 +176,7 @@ class Step:
             block_table=block_table,
             decode_ring_rows=self.ring_rows if requests.is_decode else None,
         )
-        return _Derived(metadata, requests, problem, recorded)
+        return _Derived(metadata, requests, problems, problem, recorded)
 
     def _count(self) -> _Requests:
         """Find the requests as runs of equal request ids. Waits for the device."""
@@ -191,34 +194,37 @@ class Step:
         owner = torch.arange(tokens, device=device) // tokens_per_request
         return _Requests(self.request_ids[starts[:-1].long()], starts, owner, True)
 
-    def _problems(self, requests: _Requests) -> dict[Problem, Tensor]:
-        """Return [T] bool for each kind of problem, True for tokens that have it."""
+    def _problems(self, requests: _Requests, out_loc: Tensor) -> Tensor:
+        """Return [T] int32, the `Problem` of each token with the lowest number, a number above all problems if it has
+        none.
+        """
         first, owner = requests.first, requests.owner
         at, slots, last = self.positions.long(), self.request_slots.long(), self.block_tables.shape[0] - 1
         offset = torch.arange(len(owner), device=owner.device) - first[owner]
         taken = slots[first]
-        return {
-            Problem.IDS: (self.request_ids != requests.ids[owner]) | _repeats(requests.ids)[owner],
-            Problem.NOT_CONSECUTIVE: at != at[first][owner] + offset,
-            Problem.NEGATIVE: at < 0,
-            Problem.SEVERAL_SLOTS: slots != taken[owner],
-            Problem.NO_SUCH_SLOT: (slots < -1) | (slots > last),
-            Problem.SHARED_SLOT: (_repeats(taken) & (taken >= 0))[owner],
-        }
+        found = torch.full_like(slots, max(Problem) + 1, dtype=torch.int32)
+        for problem, wrong in (
+            (Problem.NO_BLOCK, (slots >= 0) & (out_loc < 0)),
+            (Problem.SHARED_SLOT, (_repeats(taken) & (taken >= 0))[owner]),
+            (Problem.NO_SUCH_SLOT, (slots < -1) | (slots > last)),
+            (Problem.SEVERAL_SLOTS, slots != taken[owner]),
+            (Problem.NEGATIVE, at < 0),
+            (Problem.NOT_CONSECUTIVE, at != at[first][owner] + offset),
+            (Problem.IDS, (self.request_ids != requests.ids[owner]) | _repeats(requests.ids)[owner]),
+        ):
+            found = found.masked_fill(wrong, problem)
+        return found
 
-    def _raise_first(self, problems: dict[Problem, Tensor], requests: _Requests) -> None:
-        found = torch.stack([wrong.any() for wrong in problems.values()]).tolist()
-        for (problem, wrong), is_wrong in zip(problems.items(), found):
-            if not is_wrong:
-                continue
-            slot = int(self.request_slots[wrong][0])
-            if problem is Problem.SHARED_SLOT:
-                one, other = requests.ids[self.request_slots[requests.first] == slot][:2].tolist()
-                raise ValueError(
-                    f"request_slots: requests {one} and {other} are both in state slot {slot}; "
-                    "a slot belongs to one request"
-                )
-            raise ValueError(problem.describe(slot, self.block_tables.shape[0]))
+    def _raise_first(self, problems: Tensor, last: Problem) -> None:
+        """Raise ValueError for the lowest of `problems` up to `last`, and the first token that has it. Waits for the
+        device.
+        """
+        if not len(problems):
+            return
+        lowest, token = (int(value) for value in problems.min(0))
+        if lowest <= last:
+            slot, position = int(self.request_slots[token]), int(self.positions[token])
+            raise ValueError(Problem(lowest).describe(slot, position, self.block_tables.shape[0]))
 
     @staticmethod
     def _out_loc(blocks: Tensor, at: Tensor) -> Tensor:
@@ -232,15 +238,8 @@ class Step:
 
     def check_blocks(self) -> None:
         """Raise ValueError if a token has no block and the step is read back."""
-        if self._tokens_per_request() is not None:
-            return
-        missing = (self.request_slots >= 0) & (self.metadata.out_loc < 0)
-        if missing.any():
-            slot, position = int(self.request_slots[missing][0]), int(self.positions[missing][0])
-            raise ValueError(
-                f"position {position} of state slot {slot} has no block: allocate_block({slot}) once for every "
-                f"{BLOCK_TOKENS} tokens before they are written"
-            )
+        if self._tokens_per_request() is None:
+            self._raise_first(self._derive().problems, Problem.NO_BLOCK)
 
     def begin_append(self, layer: int) -> StepMetadata:
         """Return the metadata for the append of a layer, without the requests that the layer must skip.
@@ -295,9 +294,3 @@ def _is_recorded(device: torch.device) -> bool:
 def _repeats(values: Tensor) -> Tensor:
     """Return [n] bool, True if an earlier value is equal."""
     return (values[:, None] == values).tril(-1).any(1)
-
-
-def _lowest(problems: dict[Problem, Tensor]) -> Tensor:
-    """Return [T] int32, the lowest problem number of each token, a number above all problems if it has none."""
-    none = max(Problem) + 1
-    return torch.stack([none + (problem - none) * wrong.int() for problem, wrong in problems.items()]).amin(0)

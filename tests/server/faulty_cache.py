@@ -1,6 +1,6 @@
 """SGLang plugin that injects one fault at a time into a server under test.
 
-`entry_point` creates a folder for PYTHONPATH through which servers find the plugin. The plugin has no effect while the
+`plugged` sets the environment in which servers find the plugin. The plugin has no effect while the
 file named by FAULT_FILE is empty or missing. A test writes the name of a fault to that file; the fault then affects all
 following steps. The faults by component:
 
@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 FAULT_FILE = "DSV4_SGLANG_TEST_FAULT"
 FAULTS = (
@@ -89,7 +90,7 @@ def broken(file: Path, kind: str) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def entry_point(folder: Path, module: str = "faulty_cache") -> list[str]:
+def entry_point(folder: Path, module: str) -> list[str]:
     """Register a module of this folder as an installed distribution in `folder`.
 
     Returns:
@@ -100,6 +101,17 @@ def entry_point(folder: Path, module: str = "faulty_cache") -> list[str]:
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
     (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = {module}:register\n")
     return [str(folder), str(Path(__file__).parent)]
+
+
+@contextmanager
+def plugged(folder: Path, module: str, **environment: str) -> Iterator[None]:
+    """Context manager: servers that start inside load the plugin `module` of this folder and have the given variables.
+
+    `folder` is empty.
+    """
+    path = [*entry_point(folder, module), os.environ.get("PYTHONPATH", "")]
+    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(path), **environment}):
+        yield
 
 
 def register() -> None:

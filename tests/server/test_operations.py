@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from liveness import Progress
 from rich.console import Console
-from server_harness import Server, prompt, running
+from server_harness import Server, prompt
 
 from dsv4_sglang.cli import client
 from dsv4_sglang.cli.top import Page, frame
@@ -25,6 +25,8 @@ from tools.draw_dashboard import ask, draw, panels, query
 pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).parent.parent.parent
+MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
+# 16 device blocks, 6 snapshots and a host cache of 1.5 times that size.
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "2", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--decode-log-interval", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
@@ -73,14 +75,6 @@ def scraped(url: str) -> bool:
     except OSError:
         return False
     return bool(result) and float(result[0]["value"][1]) >= 2
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Server with 16 device blocks, 6 snapshots and a host cache of 1.5 times that size."""
-    log = tmp_path_factory.mktemp("operations") / "log"
-    with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *FLAGS, **OPTIONS) as server:
-        yield server
 
 
 def has_data(url: str, expression: str) -> bool:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from liveness import STUCK_SECONDS
-from server_harness import CHUNK, Generated, Server, assert_same, prompt, running
+from server_harness import CHUNK, Generated, Server, against_cold, assert_same, greedy, prompt
 
 from benchmarks.reference.oracle import Oracle
-from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
@@ -25,25 +23,14 @@ pytestmark = pytest.mark.server
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
-FLAGS = ("--dtype", "float32", "--context-length", "2048")
+MODEL = {"seed": 1}
+FLAGS = ("--dtype", "float32", "--context-length", "2048", "--kv-cache-dtype", "bfloat16")
+FLAGS += ("--max-total-tokens", "16384", "--max-running-requests", "16", "--chunked-prefill-size", "4096")
 # A different order of summation rounds some elements of an entry the other way, more of them in deeper layers. Rounding
 # all elements moves log p by 0.004 on average and by 0.02 at most; one wrong entry moves it by eight times that average
 # (tests/test_make_tiny.py checks both for this model). Two runs share most roundings, so the allowed average is half of
 # 0.004.
 SAME, SAME_ON_AVERAGE = 0.02, 0.002
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=1))
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("bf16") / "log"
-    flags = ("--kv-cache-dtype", "bfloat16", "--max-total-tokens", "16384", "--max-running-requests", "16")
-    with running(tiny(seed=1), log, *FLAGS, *flags, "--chunked-prefill-size", "4096") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +60,6 @@ def test_batch_of_16(server: Server, alone: dict[int, Generated]) -> None:
         assert_same(got, alone[n], SAME)
 
 
-def test_warm_is_cold(server: Server, alone: dict[int, Generated]) -> None:
-    for n in LENGTHS:
-        server.generate(prompt(n), 1)
-        got = server.generate(prompt(n), 8)
-        assert got.cached == max(0, (n - 1) // 128 * 128)
-        assert_same(got, alone[n], SAME)
-
-
 def test_warm_answers_are_as_cold_ones_but_for_rounding(server: Server) -> None:
     """Warm answers equal cold ones up to rounding, for branches around a block boundary and after a decoded turn.
 
@@ -94,8 +73,7 @@ def test_warm_answers_are_as_cold_ones_but_for_rounding(server: Server) -> None:
     distances = []
     for ids in asked:
         for warm in (server.generate(ids, 8), server.generate(ids, 8)):
-            cold = server.score(ids, warm.tokens, extra_key=f"cold {len(ids)}")
-            apart = (torch.tensor(warm.logprobs) - torch.tensor(cold.logprobs)).abs()
+            apart = against_cold(server, ids, warm)
             assert apart.max() <= SAME, f"{len(ids)} tokens, {warm.cached} of them cached: {apart.max():.1e}"
             distances.append(apart)
         assert warm.cached == (len(ids) - 1) // 128 * 128
@@ -121,8 +99,7 @@ def test_slots_used_by_200_others(server: Server, alone: dict[int, Generated]) -
 
 
 def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> None:
-    sampling = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
-    body = json.dumps({"input_ids": prompt(300), "sampling_params": sampling, "stream": True}).encode()
+    body = json.dumps(greedy(prompt(300), 1000, stream=True)).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=STUCK_SECONDS) as client:
         head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -139,23 +116,11 @@ def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> N
     assert_same(server.generate(prompt(300), 8), alone[300], SAME)
 
 
-@pytest.mark.parametrize(("ids", "reason"), [(prompt(2048), "longer"), ([], "empty")])
-def test_rejected_requests(server: Server, ids: list[int], reason: str) -> None:
-    """Prompts that are empty or longer than the context get an HTTP error, and the server continues."""
-    with pytest.raises(RequestError) as rejected:
-        server.generate(ids, 4)
-    assert rejected.value.code == 400
-    message = rejected.value.text
-    assert ("2048" in message) if reason == "longer" else message
-    assert server.generate([5], 4).tokens
-    server.wait_idle()
-
-
-def test_what_the_server_says_of_itself(server: Server, tiny: Callable[..., Path]) -> None:
+def test_what_the_server_says_of_itself(server: Server, model: Path) -> None:
     """The start-up table and /get_server_info report 16 live slots, 32 staging slots, 32 snapshots and the blocks."""
     info = server.get("/get_server_info")
     assert info["max_total_num_tokens"] == 16384
-    config = DSV4Config.from_hf(json.loads((tiny(seed=1) / "config.json").read_text()))
+    config = DSV4Config.from_hf(json.loads((model / "config.json").read_text()))
     layout = served_layout(config, torch.bfloat16, Options(), "cpu")
     demand = StateDemand(running=16, staging=32, snapshots=32)
     assert table(layout, 16384, demand) in server.log_text()

@@ -1,13 +1,8 @@
-"""Prefill and decode server on two GPUs with NIXL: bf16 compute, CUDA graphs.
-
-DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
-"""
+"""Prefill and decode server on two GPUs with NIXL: bf16 compute, CUDA graphs."""
 
 from __future__ import annotations
 
 import functools
-import os
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -74,7 +69,7 @@ def servers(
     """Start one pair after the other; `-k` selects some. Each server sees both GPUs because it maps the other's
     memory."""
     both, prefill, decode = PAIRS[name]
-    flags = (*COMMON, *by("nixl"), *both, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    flags = (*COMMON, *by("nixl"), *both)
     if "--tp-size" not in both:
         decode = (*decode, "--base-gpu-id", "1")
     with pytest.MonkeyPatch.context() as patch:

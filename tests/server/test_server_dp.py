@@ -5,9 +5,6 @@ Every rank has its own requests, blocks, state slots and prefix tree. Experts ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import psutil
 import pytest
 from server_harness import (
@@ -18,11 +15,8 @@ from server_harness import (
     assert_same,
     distances,
     live,
-    make_way,
     on_rank,
-    one_core_each,
     prompt,
-    running,
 )
 from typer.testing import CliRunner
 
@@ -34,32 +28,23 @@ pytestmark = pytest.mark.server
 
 TOLERANCE = 1e-4
 RANKS = (0, 1)
+MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 # Eight blocks per rank, few of them reserved for tokens that running requests still generate. Six requests and chunks
 # of 256 tokens per rank.
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
-FLAGS += ("--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "12", "--chunked-prefill-size", "512")
+FLAGS += (
+    "--tp-size",
+    "2",
+    "--dp-size",
+    "2",
+    "--enable-dp-attention",
+    "--max-running-requests",
+    "12",
+    "--chunked-prefill-size",
+    "512",
+)
 FLAGS += ("--schedule-conservativeness", "0.1")
-OPTIONS = {
-    "entry_format": "fp32",
-    "indexer_format": "fp32",
-    "max_snapshots": 12,
-    "integrity_check": True,
-}
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=0, ratios=(0, 4, 128)))
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Server with one process per rank."""
-    log = tmp_path_factory.mktemp("dp") / "log"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
-        with running(tiny(seed=0, ratios=(0, 4, 128)), log, *FLAGS, "--tp-size", "2", **OPTIONS) as server:
-            yield make_way(server)
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12, "integrity_check": True}
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -69,15 +54,16 @@ def test_the_other_rank_is_idle(server: Server, oracle: Oracle, rank: int) -> No
         assert_oracle_chooses(oracle, ids, server.generate(ids, 12, **on_rank(rank)), TOLERANCE)
 
 
-def test_mixed_lengths(server: Server, oracle: Oracle) -> None:
-    """Answers are right while one rank prefills in chunks and the other decodes or idles."""
-    assert_burst(server, oracle, [(700, 4, 0), (5, 20, 1), (130, 12, 1), (2, 3, 1)], seed=10, tolerance=TOLERANCE)
-
-
-def test_a_burst_larger_than_a_rank(server: Server, oracle: Oracle) -> None:
-    assert_burst(
-        server, oracle, [(20 + 13 * i, 3 + i % 3, 1) for i in range(9)] + [(30, 8, 0)], seed=30, tolerance=TOLERANCE
-    )
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [(700, 4, 0), (5, 20, 1), (130, 12, 1), (2, 3, 1)],
+        [(20 + 13 * i, 3 + i % 3, 1) for i in range(9)] + [(30, 8, 0)],
+    ],
+    ids=["one rank prefills in chunks", "a burst larger than a rank"],
+)
+def test_bursts(server: Server, oracle: Oracle, asked: list[tuple[int, int, int]]) -> None:
+    assert_burst(server, oracle, asked, seed=10, tolerance=TOLERANCE)
     server.wait_idle()
 
 
@@ -107,12 +93,6 @@ def test_top_has_a_column_for_each_rank(server: Server) -> None:
     assert columns["tokens hit, device"] == hits
 
 
-def test_requests_go_round(server: Server) -> None:
-    """SGLang's default scheduling sends every second request to the same rank."""
-    ids = prompt(150, seed=5)
-    assert [server.generate(ids, 1).cached for _ in range(4)] == [0, 0, 128, 128]
-
-
 def test_retraction_on_one_rank(server: Server, oracle: Oracle) -> None:
     ids = prompt(60, seed=6)
     other = server.begin(ids, 100, 1, **on_rank(0))
@@ -120,17 +100,6 @@ def test_retraction_on_one_rank(server: Server, oracle: Oracle) -> None:
     assert distances(oracle, ids, other()).max() <= TOLERANCE
     retracted = [line for line in server.log_text().splitlines() if "Retract requests" in line]
     assert retracted and all("DP1 TP1" in line for line in retracted)
-
-
-def test_abort_on_one_rank(server: Server, oracle: Oracle) -> None:
-    ids = prompt(100, seed=7)
-    aborted = server.begin(prompt(100, seed=8), 900, 3, **on_rank(0), rid="to-abort")
-    other = server.begin(ids, 30, 3, **on_rank(1))
-    server.post("/abort_request", {"rid": "to-abort"})
-    assert len(aborted().tokens) < 900
-    assert distances(oracle, ids, other()).max() <= TOLERANCE
-    server.wait_idle()
-    assert_oracle_chooses(oracle, ids, server.generate(ids, 8, **on_rank(0)), TOLERANCE)
 
 
 def test_lifecycles(server: Server) -> None:

@@ -5,7 +5,6 @@ SGLang pads steps to an even number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,38 +14,22 @@ from server_harness import (
     assert_burst,
     assert_same,
     distances,
-    make_way,
     on_rank,
-    one_core_each,
     prompt,
-    running,
 )
 
 from benchmarks.reference.oracle import Oracle
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault")]
 
 TOLERANCE = 1e-4
+MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
 # (tokens, tokens to generate, rank). Odd numbers of tokens are padded to even ones.
 ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=0, ratios=(0, 4, 128)))
-
-
-@pytest.fixture(scope="module")
-def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("dp4") / "log"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(4))
-        with running(tiny(seed=0, ratios=(0, 4, 128)), log, *FLAGS, **OPTIONS) as server:
-            yield make_way(server)
 
 
 def test_two_processes_a_rank(server: Server, oracle: Oracle) -> None:

@@ -4,22 +4,18 @@ Tokens are right whatever is drafted, and the acceptance length of these models 
 therefore compare what the draft model computed (`recorded_drafts`) in the first step after each prompt: the streams of
 EAGLE's NextN layer, or the logits of DSPARK's head. The reference is a cold step of the same server, because both use
 bf16 compute. test_server_speculation.py and test_server_dspark.py compare with PyTorch in fp32 on a CPU.
-
-DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import recorded_drafts
-from faulty_cache import DRAFT_FAULT, broken, entry_point
-from server_harness import DRAFTS, Server, prompt, running
+from faulty_cache import DRAFT_FAULT, broken, plugged
+from server_harness import DRAFTS, Server, greedy, prompt, running
 from torch import Tensor
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
@@ -50,14 +46,13 @@ def server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     model, more = SERVERS[request.param]
-    flags = (*FLAGS, *more, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
-    with pytest.MonkeyPatch.context() as patch:
-        found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
-        patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
-        patch.setenv(recorded_drafts.DRAFTS, str(drafts))
-        log = tmp_path_factory.mktemp("drafts") / "log"
-        with running(tiny(seed=1, **model), log, *flags, cpu=False) as server:
-            yield server
+    flags = (*FLAGS, *more)
+    recorder, log = tmp_path_factory.mktemp("recorder"), tmp_path_factory.mktemp("drafts") / "log"
+    with (
+        plugged(recorder, "recorded_drafts", **{recorded_drafts.DRAFTS: str(drafts)}),
+        running(tiny(seed=1, **model), log, *flags, cpu=False) as server,
+    ):
+        yield server
 
 
 def visit(
@@ -65,9 +60,8 @@ def visit(
 ) -> list[tuple[int, Tensor]]:
     """Send each prompt; return the first token of each answer and the draft model's output for it."""
     for i, ids in enumerate(prompts):
-        sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": ids, "sampling_params": sampling, "rid": f"{name} {i}"}
-        assert server.post("/generate", body)["meta_info"]["cached_tokens"] == cached
+        answer = server.post("/generate", greedy(ids, 4, rid=f"{name} {i}"))
+        assert answer["meta_info"]["cached_tokens"] == cached
     first = {block.rid: block for block in recorded_drafts.recorded(drafts) if block.length == LENGTH}
     blocks = [first[f"{name} {i}"] for i in range(len(prompts))]
     return [(block.tokens[0], block.logits if block.streams is None else block.streams) for block in blocks]

@@ -6,16 +6,13 @@ shows that all context entries that a block reads are right.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_cache import entry_point
-from recorded_drafts import DRAFTS, recorded
-from server_harness import HOST_CACHE, Server, assert_oracle_chooses, prompt, running
+from recorded_drafts import recorded
+from server_harness import HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
 
 from benchmarks.reference.dspark import DSpark
 from benchmarks.reference.oracle import Oracle
@@ -27,9 +24,16 @@ from dsv4_sglang.planner.plan import planned_layout
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import Options
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("drafts", "recorded_steps")]
 
 CHUNK = 128
+MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64, "dspark": 5}
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--enable-metrics")
+FLAGS += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
+FLAGS += HOST_CACHE
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+# By default SGLang computes the Markov bias from bf16 weights.
+ENVIRONMENT = {"SGLANG_DSPARK_OPT_MARKOV_W2_BF16": "0"}
 RECORDED_TOKENS = 100
 HAS_LOG_PROBABILITIES = compat.IS_0_5_23
 # Tolerance of log p, and of a draft's logits, whose magnitude reaches 20.
@@ -37,47 +41,12 @@ TOLERANCE, LOGITS = 1e-4, 2e-3
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Callable[..., Path]) -> Path:
-    return tiny(seed=0, ratios=(0, 4, 128, 4), index_topk=64, dspark=5)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
-
-
-@pytest.fixture(scope="module")
 def head(model: Path) -> DSpark:
     return DSpark(model)
 
 
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("drafts")
-
-
-@pytest.fixture(scope="module")
-def server(
-    model: Path, drafts: Path, recorded_steps: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048")
-    flags += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
-    flags += ("--enable-metrics", *HOST_CACHE)
-    with pytest.MonkeyPatch.context() as patch:
-        found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
-        patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
-        patch.setenv(DRAFTS, str(drafts))
-        # by default SGLang computes the Markov bias from bf16 weights
-        patch.setenv("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", "0")
-        log = tmp_path_factory.mktemp("dspark") / "log"
-        options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
-        with running(model, log, *flags, **options) as server:
-            yield server
-
-
 def generate(server: Server, ids: list[int], count: int, rid: str) -> dict[str, Any]:
-    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
-    return server.post("/generate", {"input_ids": ids, "sampling_params": sampling, "rid": rid})
+    return server.post("/generate", greedy(ids, count, rid=rid))
 
 
 def check(oracle: Oracle, head: DSpark, drafts: Path, asked: dict[str, list[int]], got: dict[str, Any]) -> None:
@@ -171,9 +140,8 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
     ],
 )
 def test_what_is_rejected_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
-    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
     with pytest.raises(RequestError) as rejected:
-        server.post("/generate", {"input_ids": prompt(5), "sampling_params": sampling, **fields})
+        server.post("/generate", greedy(prompt(5), 4, **fields))
     assert rejected.value.code == 400 and said in rejected.value.text
     assert len(generate(server, prompt(5), 4, f"after {said}")["output_ids"]) == 4
     server.wait_idle()

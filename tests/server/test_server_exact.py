@@ -7,7 +7,6 @@ rounding may swap between two runs, cold or warm, because their steps hold diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,34 +19,22 @@ from server_harness import (
     assert_right_though_retracted,
     distances,
     prompt,
-    running,
 )
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import client
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault")]
 
+MODEL = {"seed": 0, "index_topk": 64}
+# Little space is reserved for tokens that running requests still generate, so some requests are retracted.
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
+FLAGS += ("--max-running-requests", "8", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
+FLAGS += ("--schedule-conservativeness", "0.1", *HOST_CACHE)
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=0, index_topk=64))
-
-
-@pytest.fixture(scope="module")
-def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("exact") / "log"
-    flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
-    flags += ("--max-running-requests", "8", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
-    # Little space is reserved for tokens that running requests still generate, so some requests are retracted.
-    flags += ("--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
-    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
-    with running(tiny(seed=0, index_topk=64), log, *flags, **options) as server:
-        yield server
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -6,30 +6,21 @@ FP8 value. Warm answers may differ from cold ones by the effect of this rounding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 import torch
-from server_harness import CHUNK, DRAFTS, Generated, Server, prompt, running
+from server_harness import DRAFTS, Generated, Server, against_cold, assert_as_near_as_the_format, greedy, prompt
 
 from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 
-FIELDS = {"seed": 2, "index_topk": 64, "ratios": (0, 4, 128, 4), "nextn": True}
+MODEL = {"seed": 2, "index_topk": 64, "ratios": (0, 4, 128, 4), "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens", "4096", "--max-running-requests", "4")
 FLAGS += ("--chunked-prefill-size", "128", *DRAFTS)
+OPTIONS = {"snapshot_interval": 256}
 # Maximum mean |d log p|. Rounding all entries to FP8 moves log p by 0.05, one corrupted entry by at least 0.07
 # (tests/test_make_tiny.py).
 NOISE = 0.02
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("fp8_prefix") / "log"
-    with running(tiny(**FIELDS), log, *FLAGS, snapshot_interval=256) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +47,17 @@ def asked(server: Server) -> list[tuple[list[int], Generated]]:
 def test_warm_answers_are_as_cold_ones_but_for_rounding(
     server: Server, asked: list[tuple[list[int], Generated]]
 ) -> None:
-    apart = []
-    for ids, got in asked:
-        cold = server.score(ids, got.tokens, extra_key=f"cold {len(ids)}")
-        assert cold.cached == 0
-        apart.append((torch.tensor(got.logprobs) - torch.tensor(cold.logprobs)).abs())
+    apart = [against_cold(server, ids, got) for ids, got in asked]
     each = [f"{len(ids)} tokens, {got.cached} cached: {d.mean():.4f}" for (ids, got), d in zip(asked, apart)]
     assert torch.cat(apart).mean() <= NOISE, each
 
 
 def test_warm_answers_are_no_further_from_fp32_than_the_format(
-    tiny: Callable[..., Path], asked: list[tuple[list[int], Generated]]
+    oracle: Oracle, asked: list[tuple[list[int], Generated]]
 ) -> None:
-    oracle, ours, format_alone = Oracle(tiny(**FIELDS)), [], []
-    for ids, got in [(ids, got) for ids, got in asked if len(ids) < 400]:  # the oracle is slow
-        exact = oracle.score(ids, got.tokens, chunk=CHUNK).logprobs
-        ours.append((torch.tensor(got.logprobs) - exact).abs())
-        format_alone.append((oracle.score(ids, got.tokens, "fp8", "mxfp4", CHUNK).logprobs - exact).abs())
-    mean, allowed = torch.cat(ours).mean(), 1.5 * torch.cat(format_alone).mean()
-    assert mean <= allowed, f"mean distance {mean:.4f}, the format alone {allowed / 1.5:.4f}"
+    assert_as_near_as_the_format(oracle, [(ids, got) for ids, got in asked if len(ids) < 400])  # the oracle is slow
 
 
 def test_drafts_are_accepted(server: Server) -> None:
-    sampling = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
-    meta = server.post("/generate", {"input_ids": prompt(200, seed=7), "sampling_params": sampling})["meta_info"]
+    meta = server.post("/generate", greedy(prompt(200, seed=7), 40))["meta_info"]
     assert meta["completion_tokens"] == 40 and meta["spec_accept_length"] > 1.5

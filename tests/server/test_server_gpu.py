@@ -1,14 +1,11 @@
 """Servers on a GPU: bf16 compute, CUDA graphs.
 
-Answers are compared with the oracle, because kernels round depending on the batch size. DSV4_SGLANG_TEST_FLAGS holds
-additional flags that SGLang needs on this machine.
+Answers are compared with the oracle, because kernels round depending on the batch size.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +14,17 @@ from pathlib import Path
 import pytest
 import server_harness
 import torch
-from server_harness import DRAFTS, EAGLE, Generated, Server, assert_as_cold, on_rank, prompt, running
+from server_harness import (
+    DRAFTS,
+    EAGLE,
+    Generated,
+    Server,
+    assert_as_cold,
+    assert_drafts_are_accepted,
+    on_rank,
+    prompt,
+    running,
+)
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
@@ -31,33 +38,27 @@ COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-leng
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--enable-metrics")
 INTERVAL = 512
 OPTIONS = {"snapshot_interval": INTERVAL, "max_snapshots": 128}
+LARGE = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size")
 SERVERS: dict[str, tuple[str, ...]] = {
-    "fp8": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "4096"),
-    "fp8, no graphs, no overlap, chunks of 128": (
-        *("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "128"),
-        *("--disable-cuda-graph", "--disable-overlap-schedule"),
-    ),
-    "bf16, chunks of 256": (
-        *("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "256"),
-        *("--kv-cache-dtype", "bfloat16"),
-    ),
+    "fp8": (*LARGE, "4096"),
+    "fp8, no graphs, no overlap, chunks of 128": (*LARGE, "128", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    "bf16, chunks of 256": (*LARGE, "256", "--kv-cache-dtype", "bfloat16"),
     # Admits more requests than fit into the pool after they have grown.
     "fp8, small": (
         *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "64"),
         *("--schedule-conservativeness", "0.3"),
     ),
-    "fp8, two GPUs": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--tp-size", "2"),
+    "fp8, two GPUs": (*LARGE[:-1], "--tp-size", "2"),
     # 16 requests and chunks of 4,096 tokens per rank.
     "fp8, two ranks": (
-        *("--max-total-tokens", "65536", "--max-running-requests", "32", "--chunked-prefill-size", "8192"),
+        *(*LARGE, "8192", "--max-running-requests", "32"),
         *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
     ),
 }
-SERVERS |= {f"{name}, 3 drafts": (*SERVERS[name], *DRAFTS) for name in ("fp8", "fp8, small", "fp8, two ranks")}
-SERVERS["fp8, no graphs, no overlap, chunks of 128, 3 drafts"] = (
-    *SERVERS["fp8, no graphs, no overlap, chunks of 128"],
-    *DRAFTS,
-)
+SERVERS |= {
+    f"{name}, 3 drafts": (*SERVERS[name], *DRAFTS)
+    for name in ("fp8", "fp8, small", "fp8, two ranks", "fp8, no graphs, no overlap, chunks of 128")
+}
 SERVERS["bf16, chunks of 256, two GPUs, 7 drafts"] = (
     *(*SERVERS["bf16, chunks of 256"], *EAGLE, "--speculative-num-steps", "7", "--speculative-num-draft-tokens", "8"),
     *("--tp-size", "2"),
@@ -91,7 +92,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def server(name: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start one server after the other; `-k` selects some, for parallel runs on several GPUs."""
-    flags = (*COMMON, *SERVERS[name], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    flags = (*COMMON, *SERVERS[name])
     log = tmp_path_factory.mktemp("gpu") / "log"
     with running(tiny(seed=1, nextn=drafts(name)), log, *flags, cpu=False, **OPTIONS) as server:
         server.fields = FIELDS.get(name, {})
@@ -257,23 +258,10 @@ def test_samples_follow_the_distribution(server: Server, name: str) -> None:
 
 @only(*filter(drafts, SERVERS))
 def test_drafts_are_accepted(server: Server, name: str) -> None:
-    """Drafts are accepted as often after a prefix hit as cold.
-
-    The acceptance length of this model hardly depends on the draft model's KV entries; test_server_drafts_gpu.py
+    """The acceptance length of this model hardly depends on the draft model's KV entries; test_server_drafts_gpu.py
     compares the draft model's output.
     """
-    ids, lengths = prompt(1000, seed=43), {}
-    server.flush()
-    for run in ("cold", "warm"):
-        got = server.post("/generate", {**_greedy(ids, 600), **server.fields})["meta_info"]
-        lengths[run] = got["completion_tokens"] / got["spec_verify_ct"]
-    print(f"{name}: tokens a turn {lengths}, {got['cached_tokens']} cached")
-    assert got["cached_tokens"] == 896 and min(lengths.values()) > 1.3
-    assert abs(lengths["cold"] - lengths["warm"]) < 0.25
-
-
-def _greedy(ids: list[int], count: int) -> dict[str, object]:
-    return {"input_ids": ids, "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}}
+    assert_drafts_are_accepted(server, name)
 
 
 # Warm answers equal cold ones
@@ -358,22 +346,15 @@ def test_a_branch_off_a_running_request(server: Server) -> None:
 
 
 @only("fp8, small", "fp8, small, 3 drafts")
-def test_after_eviction_retraction_and_a_flush(server: Server) -> None:
-    """In the small pool, evicted prompts and retracted requests are right, and a flush clears the cache."""
+def test_after_eviction_and_a_flush(server: Server) -> None:
+    """In the small pool, evicted prompts are right, and a flush clears the cache."""
     ids = prompt(1400, seed=19)
     server.flush()
     server.generate(ids, 1)
     server.generate(prompt(7000, seed=20), 1)
     found = [server.generate(ids, 16) for _ in range(2)]
     assert found[0].cached < found[1].cached == 1280, [got.cached for got in found]
-    before, retracted = server.metrics()["hit_tokens"], server.retractions()
-    answers = server.generate_all([prompt(100 + 2 * i, seed=8) for i in range(48)], 300, ignore_eos=False)
-    assert server.retractions() > retracted, "nothing was retracted: the test does not test"
-    hits = server.metrics()["hit_tokens"] - before
-    print(f"{hits:.0f} tokens hit by requests that share nothing: by retracted ones that came back")
-    asked = {f"evicted and back, {i}": (ids, got) for i, got in enumerate(found)}
-    asked |= {f"crowded {i}": (prompt(100 + 2 * i, seed=8), answers[i]) for i in range(0, 48, 8)}
-    assert_as_cold(server, asked)
+    assert_as_cold(server, {f"evicted and back, {i}": (ids, got) for i, got in enumerate(found)})
     server.flush()
     assert server.generate(ids, 1).cached == 0
     server.wait_idle()
@@ -403,7 +384,7 @@ def test_graphs_keep_what_they_write_to(tiny: Callable[..., Path], tmp_path: Pat
     context = 1 << 20
     flags = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", str(context))
     flags += ("--max-total-tokens", str(context + 65536), "--max-running-requests", "16")
-    flags += ("--chunked-prefill-size", "4096", *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    flags += ("--chunked-prefill-size", "4096")
     model, ids = tiny(seed=1, context=context), prompt(4000, seed=23)
     with running(model, tmp_path / "log", *flags, cpu=False) as server:
         first = server.generate(ids, 16)

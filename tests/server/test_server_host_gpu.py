@@ -1,12 +1,7 @@
-"""Host cache of a server on a GPU: bf16 compute, FP8 entries, pinned memory, CUDA graphs, overlap scheduling.
-
-DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
-"""
+"""Host cache of a server on a GPU: bf16 compute, FP8 entries, pinned memory, CUDA graphs, overlap scheduling."""
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,7 +36,7 @@ def server(
     if GPUS.get(request.param, 1) > torch.cuda.device_count():
         pytest.skip(f"needs {GPUS[request.param]} GPUs")
     policy = ("--hicache-write-policy", request.param.split(",")[0])
-    flags = (*FLAGS, *policy, *SERVERS[request.param], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    flags = (*FLAGS, *policy, *SERVERS[request.param])
     log = tmp_path_factory.mktemp("host") / "log"
     with running(tiny(seed=1, nextn="drafts" in request.param), log, *flags, cpu=False, **OPTIONS) as server:
         yield server
@@ -165,7 +160,6 @@ def test_a_server_that_starts_again_finds_its_files(tiny: Callable[..., Path], t
         pytest.importorskip("nixl", reason="NIXL is no dependency: pip install nixl")
     flags = (*FLAGS, *SERVERS["write_through"], "--hicache-storage-backend", storage)
     flags += ("--hicache-storage-backend-extra-config", '{"l3_cleaner_enabled": false}')
-    flags += tuple(shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
     prompts = [prompt(1500, seed=70 + i) for i in range(4)]
     folder = tmp_path / "files"
     folder.mkdir()

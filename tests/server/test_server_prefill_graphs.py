@@ -3,7 +3,6 @@ fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,33 +18,19 @@ from server_harness import (
     assert_same,
     distances,
     prompt,
-    running,
 )
 
 from benchmarks.reference.oracle import Oracle
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault", "recorded_steps")]
 
 TOLERANCE = 1e-4
 RECORDED_TOKENS = 256
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--max-running-requests", "8", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
+FLAGS += HOST_CACHE
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(**MODEL))
-
-
-@pytest.fixture(scope="module")
-def server(
-    fault: Path, recorded_steps: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("graphs") / "log"
-    with running(tiny(**MODEL), log, *FLAGS, *HOST_CACHE, **OPTIONS) as server:
-        yield server
 
 
 def sizes(steps: Path) -> list[tuple[int, int, int]]:

@@ -6,34 +6,25 @@ test_server_exact.py and test_server_fp8_prefix.py use chunks of 128, test_serve
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from faulty_cache import FAULTS, broken
-from server_harness import Generated, Server, assert_same, prompt, running
+from server_harness import Generated, Server, assert_same, prompt
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault")]
 
 TOLERANCE = 2e-3
 BLOCK = 128
 INTERVAL = 512
+# One layer of each kind. The indexer selects all entries. If it omitted some, scores that are equal up to rounding
+# could be ordered differently in a step with other requests (docs/design/prefix_policy.md).
+MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "6144", "--max-running-requests", "4")
 FLAGS += ("--max-total-tokens", "6144", "--chunked-prefill-size", "256", "--enable-metrics")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval": INTERVAL, "max_snapshots": 12}
-
-
-@pytest.fixture(scope="module")
-def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Server with chunks of 256, a snapshot every 512 tokens, 12 snapshots, 6,144 tokens, and one layer of each kind.
-
-    The indexer selects all entries. If it omitted some, scores that are equal up to rounding could be ordered
-    differently in a step with other requests (docs/design/prefix_policy.md).
-    """
-    log = tmp_path_factory.mktemp("prefix") / "log"
-    with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *FLAGS, **OPTIONS) as server:
-        yield server
 
 
 def aligned(length: int) -> int:

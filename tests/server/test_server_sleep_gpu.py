@@ -1,14 +1,11 @@
 """Sleep and wake-up on a GPU: the released bytes equal the start-up table, and answers are right afterwards.
 
 The tests need `pip install torch_memory_saver`, which SGLang requires and the CPU installation omits.
-DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +53,7 @@ def started(
     pytest.importorskip("torch_memory_saver")
     log = tmp_path_factory.mktemp("sleep") / "log"
     model = tiny(seed=1, nextn="drafts" in request.param)
-    flags = (*FLAGS, *SERVERS[request.param], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    flags = (*FLAGS, *SERVERS[request.param])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         with running(model, log, *flags, cpu=False, **OPTIONS) as server:

@@ -7,15 +7,13 @@ that the layer reads are right. `test_scheduler_speculation.py` covers more case
 from __future__ import annotations
 
 import copy
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import recorded_drafts
-from faulty_cache import DRAFT_FAULT, broken, entry_point
+from faulty_cache import DRAFT_FAULT, broken
 from server_harness import (
     DRAFTS,
     HOST_CACHE,
@@ -24,7 +22,6 @@ from server_harness import (
     assert_oracle_chooses,
     live,
     prompt,
-    running,
 )
 from transformers import DynamicCache
 
@@ -32,11 +29,12 @@ from benchmarks.reference.nextn import NextN
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.srt.integration.server_context import GREEDY_ON_CPU
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("drafts", "fault", "recorded_steps")]
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_CACHE)
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
 RECORDED_TOKENS = 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
 # Tolerance of log p, and of the layer's streams and logits, whose magnitude reaches 20.
@@ -44,43 +42,15 @@ TOLERANCE, DRAFTED = 1e-4, 1e-3
 
 
 @pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(**MODEL))
+def layer(model: Path) -> NextN:
+    return NextN(model)
 
 
-@pytest.fixture(scope="module")
-def layer(tiny: Callable[..., Path]) -> NextN:
-    return NextN(tiny(**MODEL))
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("drafts")
-
-
-@pytest.fixture(scope="module")
-def server(
-    tiny: Callable[..., Path],
-    drafts: Path,
-    fault: Path,
-    recorded_steps: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("speculation") / "log"
-    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
-    with pytest.MonkeyPatch.context() as patch:
-        found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
-        patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
-        patch.setenv(recorded_drafts.DRAFTS, str(drafts))
-        with running(tiny(**MODEL), log, *FLAGS, **options) as server:
-            yield server
-
-
-Disaggregated = Callable[[str, list[int], Generated], list[float]]
+Compare = Callable[[str, list[int], Generated], list[float]]
 
 
 @pytest.fixture
-def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Disaggregated:
+def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Compare:
     """Return a function that computes the distance of each verify step of a request from the layer in plain PyTorch."""
 
     def compare(rid: str, ids: list[int], got: Generated) -> list[float]:
@@ -107,7 +77,7 @@ def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Disaggregated:
     return compare
 
 
-def test_oracle(server: Server, oracle: Oracle, apart: Disaggregated) -> None:
+def test_oracle(server: Server, oracle: Oracle, apart: Compare) -> None:
     """Tokens, log p and drafts are right in a batch, in which the longest prompt selects 64 of 150 entries."""
     asked = {f"batch {length}": prompt(length) for length in LENGTHS}
     server.flush()
@@ -119,15 +89,7 @@ def test_oracle(server: Server, oracle: Oracle, apart: Disaggregated) -> None:
         assert max(apart(rid, ids, got)) <= DRAFTED
 
 
-def test_drafts_are_accepted(server: Server) -> None:
-    sampling = {"max_new_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
-    meta = server.post("/generate", {"input_ids": prompt(200), "sampling_params": sampling})["meta_info"]
-    assert meta["completion_tokens"] == GENERATED
-    assert meta["spec_accept_length"] > 1.5
-    assert meta["spec_verify_ct"] < GENERATED / 1.5
-
-
-def test_the_next_turn(server: Server, oracle: Oracle, apart: Disaggregated) -> None:
+def test_the_next_turn(server: Server, oracle: Oracle, apart: Compare) -> None:
     """The next turn resumes from a snapshot of a verify step and is right."""
     ids = prompt(230, seed=3)
     turn = server.generate(ids, GENERATED)
@@ -138,7 +100,7 @@ def test_the_next_turn(server: Server, oracle: Oracle, apart: Disaggregated) -> 
     assert max(apart("turn", following, got)) <= DRAFTED
 
 
-def test_drafts_behind_a_load_from_the_host(server: Server, apart: Disaggregated) -> None:
+def test_drafts_behind_a_load_from_the_host(server: Server, apart: Compare) -> None:
     """After a load from the host, answers equal the cold ones and drafts are right: snapshots include the draft's ring.
 
     Eight conversations of three blocks exceed a device of sixteen blocks.
@@ -156,7 +118,7 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Disaggregated
 
 
 def test_a_snapshot_without_the_draft_models_ring_shows(
-    server: Server, oracle: Oracle, apart: Disaggregated, fault: Path
+    server: Server, oracle: Oracle, apart: Compare, fault: Path
 ) -> None:
     """A snapshot without the draft model's ring changes the drafts, but neither tokens nor the acceptance length."""
     ids, found = prompt(390, seed=40), []
@@ -168,19 +130,6 @@ def test_a_snapshot_without_the_draft_models_ring_shows(
             found.append(apart(f"without {visit}", ids, got))
     cold, warm = found
     assert max(cold) <= DRAFTED and min(warm) > 100 * DRAFTED, found
-
-
-def test_abort(server: Server, oracle: Oracle) -> None:
-    with ThreadPoolExecutor(1) as other:
-        aborted = other.submit(server.generate, prompt(128, seed=5), 800, rid="to-abort")
-        while not aborted.done() and not server.busy():
-            time.sleep(0.05)
-        server.post("/abort_request", {"rid": "to-abort"})
-        assert len(aborted.result().tokens) < 800
-    server.wait_idle()
-    ids = prompt(128, seed=5)
-    got = server.generate(ids, 8)
-    assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 
 def test_lifecycles(server: Server) -> None:

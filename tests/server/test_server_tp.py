@@ -5,9 +5,11 @@ KV has one head, so each process holds the whole cache, and both must make the s
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, LOADS, LOCK_FAULT, broken
@@ -19,9 +21,7 @@ from server_harness import (
     assert_right_though_retracted,
     assert_same,
     ends,
-    one_core_each,
     prompt,
-    running,
 )
 from typer.testing import CliRunner, Result
 
@@ -29,46 +29,25 @@ from benchmarks.lifecycle import Driver, Shape, Wrong
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault", "loads")]
 
 TOLERANCE = 1e-4
+MODEL = {"seed": 0, "ratios": (0, 4, 128)}
+# Eight device blocks and a host cache of four times that size. Little space is reserved for tokens that running
+# requests still generate.
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
+FLAGS += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12, "integrity_check": True}
+# Disable SGLang's 5 s pause for diagnostics before exit.
+ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 
 
 @pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=0, ratios=(0, 4, 128)))
-
-
-@pytest.fixture(scope="module")
-def loads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("loads")
-
-
-@pytest.fixture(scope="module")
-def server(
-    fault: Path, loads: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Server with eight device blocks and a host cache of four times that size.
-
-    Little space is reserved for tokens that running requests still generate. Each process records its loads from the
-    host in a file of `loads`.
-    """
-    flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
-    flags += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics")
-    flags += HOST_CACHE
-    options = {
-        "entry_format": "fp32",
-        "indexer_format": "fp32",
-        "max_snapshots": 12,
-        "integrity_check": True,
-    }
-    log = tmp_path_factory.mktemp("tp") / "log"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
-        patch.setenv(LOADS, str(loads))
-        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")  # disable SGLang's 5 s pause for diagnostics before exit
-        with running(tiny(seed=0, ratios=(0, 4, 128)), log, *flags, **options) as server:
-            yield server
+def loads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder in which each process of the server records its loads from the host in a file."""
+    folder = tmp_path_factory.mktemp("loads")
+    with patch.dict(os.environ, {LOADS: str(folder)}):
+        yield folder
 
 
 @pytest.mark.parametrize("length", [1, 700])

@@ -8,7 +8,7 @@ log p then moves by up to 0.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from dsv4_sglang.srt.integration import compat
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.usefixtures("fault"),
     pytest.mark.skipif(not compat.SERVES_V41, reason="this release of SGLang has no DeepSeek-V4.1"),
 ]
 
@@ -32,8 +33,11 @@ TOLERANCE = 0.02
 SELECTING = {"index_topk": 64, "candidate_blocks": 12}
 # Maximum mean |d log p| where 64 entries are selected. Selecting all entries moves it by 0.14 on average.
 NOISE = 0.03
-FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "8", "--disable-overlap-schedule")
-FLAGS += ("--chunked-prefill-size", "128")
+LARGE = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "8", "--disable-overlap-schedule")
+LARGE += ("--chunked-prefill-size", "128", "--max-total-tokens", "4096")
+# A pool so small that requests are retracted.
+FLAGS = (*LARGE, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")
+OPTIONS = {"integrity_check": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +49,6 @@ def model(tiny_v41: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def oracle(model: Path) -> OracleV41:
     return OracleV41(model)
-
-
-@pytest.fixture(scope="module")
-def server(fault: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Server with a pool so small that requests are retracted."""
-    log = tmp_path_factory.mktemp("v41") / "log"
-    flags = (*FLAGS, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")
-    with running(model, log, *flags, integrity_check=True) as server:
-        yield server
 
 
 def test_alone(server: Server, oracle: OracleV41) -> None:
@@ -146,7 +141,7 @@ def test_selection(fault: Path, tiny_v41: Callable[..., Path], tmp_path_factory:
     """Answers are right where the indexer selects 64 of up to 700 entries, in some layers from 96 candidates."""
     folder = tiny_v41(**SELECTING)
     oracle, prompts = OracleV41(folder), [prompt(length, seed=11) for length in (130, 300, 500, 700)]
-    with running(folder, tmp_path_factory.mktemp("v41") / "log", *FLAGS, "--max-total-tokens", "4096") as server:
+    with running(folder, tmp_path_factory.mktemp("v41") / "log", *LARGE) as server:
         for asked in ("cold", "warm"):
             answers = server.generate_all(prompts, GENERATED)
             assert [got.cached > 0 for got in answers] == [asked == "warm"] * len(prompts)

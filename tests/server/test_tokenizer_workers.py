@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from liveness import Progress
-from server_harness import Server, ends, prompt, running
+from server_harness import Server, ends, prompt
 
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = pytest.mark.server
 
 VOCABULARY, WORKERS = 384, 2
+MODEL = {"seed": 0, "ratios": (0, 4)}
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS))
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+# Disable SGLang's 5 s pause for diagnostics before exit.
+ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 # Requests of each kind. A connection may reach either worker.
 REQUESTS = 16
 INVALID: dict[str, tuple[dict[str, Any], str]] = {
@@ -31,20 +32,13 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Server whose workers have all started; the first one answers earlier.
-
-    SGLang's 5 s pause for diagnostics before exit is disabled.
-    """
-    log = tmp_path_factory.mktemp("workers") / "log"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
-        with running(tiny(seed=0, ratios=(0, 4)), log, *FLAGS, **OPTIONS) as server:
-            progress = Progress(server.process)
-            while server.log_text().count("Start multi-tokenizer worker process") < WORKERS:
-                progress.check()
-                time.sleep(0.1)
-            yield server
+def server(server: Server) -> Server:
+    """Server whose workers have all started; the first one answers earlier."""
+    progress = Progress(server.process)
+    while server.log_text().count("Start multi-tokenizer worker process") < WORKERS:
+        progress.check()
+        time.sleep(0.1)
+    return server
 
 
 def test_each_worker_validates(server: Server) -> None:
