@@ -14,7 +14,7 @@ from dsv4_sglang.srt.integration.metrics import COUNTER, HISTOGRAM, HOST_METRICS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
-ROW = re.compile(r"^\| `(dsv4_\w+)` \| (\w+) \| (.+?) \|$", re.MULTILINE)
+ROW = re.compile(r"^- `(dsv4_\w+)` \((\w+)\): (.+?)\.$", re.MULTILINE)
 PUBLISH = """
 from types import SimpleNamespace
 from prometheus_client import generate_latest
