@@ -53,7 +53,7 @@ def test_fork_shares_full_blocks_and_copies_the_last(device: torch.device, optio
     before = all_bytes(manager, first.slot)
     assert all(torch.equal(a[:3] if a.dim() > 1 else a, b) for a, b in zip(before, all_bytes(manager, second.slot)))
     run_step(manager, [(second, 100)])
-    assert all(torch.equal(a, b) for a, b in zip(before, all_bytes(manager, first.slot))), "the fork wrote to both"
+    assert all(torch.equal(a, b) for a, b in zip(before, all_bytes(manager, first.slot))), "the fork changed both"
     of_fork = all_bytes(manager, second.slot)
     run_step(manager, [(first, 84)])
     assert all(torch.equal(a, b) for a, b in zip(of_fork, all_bytes(manager, second.slot)))
@@ -257,7 +257,7 @@ def test_offload_and_restore_of_shared_blocks(device: torch.device) -> None:
     offloaded = manager.offload(second.slot)
     manager.release_snapshot(snapshot)
     run_step(manager, [(first, 1), (third, 1)])
-    assert manager.num_free_blocks == 8 - 4, "its copy of the last block went, and the third's came"
+    assert manager.num_free_blocks == 8 - 4, "one last block freed, one allocated"
     waits = manager.offload(third.slot)
     assert manager.blocks_of(first.slot)[:2] == shared
     second.slot = manager.restore(offloaded)

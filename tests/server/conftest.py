@@ -70,4 +70,4 @@ def recorded_steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         patch.setenv(STEPS, str(folder / "steps"))
         patch.setenv(SIZES, ",".join(str(size) for size in (4, 16, 40, request.module.RECORDED_TOKENS)))
         yield folder / "steps"
-        assert (folder / "steps").exists(), "no step ran so"
+        assert (folder / "steps").exists(), "no step was recorded"
