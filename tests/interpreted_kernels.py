@@ -112,7 +112,7 @@ def test_inverse_rope_and_quantise():
     # The interpreter loses the carry of a value that rounds up to a power of two.
     carries = (expected.abs() > exact.abs()) & (torch.frexp(expected).mantissa.abs() == 0.5)
     differs = (codes.float().view(exact.shape) != expected) & ~carries
-    assert carries.float().mean() < 0.05 and differs.float().mean() < 1e-3, "ties apart"
+    assert carries.float().mean() < 0.05 and differs.float().mean() < 1e-3, "differences other than ties"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_sparse_prefill(ratio, kv_format, monkeypatch):
     def sparse(q, table, lists, lens, sink, scale):
         assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
         column = torch.arange(lists.shape[1])
-        assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 behind the length and nowhere else"
+        assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 after the length and nowhere else"
         assert (lists < table.shape[0]).all()
         still = torch.zeros(len(q), dtype=torch.int64)
         return read.attend(
@@ -289,7 +289,7 @@ def test_schedule(tokens, parts, overhead):
         number = [0] * tokens
         for (begin, end, first, stop, split, first_shared, last_shared, _), mine in zip(metadata.tolist(), expected):
             if not mine:
-                assert begin == tokens, "no part behind the last reads anything"
+                assert begin == tokens, "a part after the last one reads entries"
                 continue
             bounds = [(first if t == begin else 0, stop if t == end else int(blocks[t])) for t in range(begin, end + 1)]
             assert [(begin + i, b) for i, (low, high) in enumerate(bounds) for b in range(low, high)] == mine

@@ -330,7 +330,7 @@ def test_no_folder_is_left_behind(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     for name in ("fuzz", "oracle_distance", "retract", "serve"):
-        assert f"{name}_" in done.stdout.splitlines()[-1], "no folder was made: the test does not test"
+        assert f"{name}_" in done.stdout.splitlines()[-1], "no folder was created, so the test checks nothing"
     assert not list(folders.iterdir())
     programs = Path(report.__file__).parent.glob("*.py")
     assert not [program.name for program in programs if "mkdtemp" in program.read_text()], "use report.scratch_folder"
@@ -638,7 +638,7 @@ def test_the_pattern_for_our_sizes_matches_what_the_server_logs() -> None:
 
     written = Path(sizing.__file__).read_text()
     constant = re.findall(r'f"(dsv4_sglang cache: [^"]*)"\s+f"([^"]*)"', written)
-    assert constant, "sizing.table says it in other words: adapt servers.OUR_SIZES"
+    assert constant, "the text of sizing.table has changed: adapt servers.OUR_SIZES"
     line = re.sub(r"\{[^}]*:\.2f\}", "3534.62", "".join(constant[0]))
     line = re.sub(r"\{[^}]*\}", "7", line)
     assert servers.sizes(line)["state_slots"] == 7

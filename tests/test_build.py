@@ -151,7 +151,7 @@ def test_a_named_library_that_everybody_can_write_is_not_loaded(cache: Path, mon
     named = library_of(cache)
     monkeypatch.setenv("DSV4_SGLANG_EXTENSION", str(named))
     named.chmod(0o775)
-    assert extension.load.__wrapped__() == named, "its owner and its group are the user's choice"
+    assert extension.load.__wrapped__() == named, "owner and group are the user's choice"
     named.chmod(0o757)
     with pytest.raises(RuntimeError, match=r"has mode 0757: every user can write it"):
         extension.load.__wrapped__()
@@ -160,7 +160,7 @@ def test_a_named_library_that_everybody_can_write_is_not_loaded(cache: Path, mon
     with pytest.raises(RuntimeError, match=r"has mode 0777: every user can write it"):
         extension.load.__wrapped__()
     cache.chmod(0o1777)
-    assert extension.load.__wrapped__() == named, "as in /tmp, where nobody replaces another's file"
+    assert extension.load.__wrapped__() == named, "as in /tmp, where no user can replace a different user's file"
 
 
 @pytest.fixture

@@ -99,8 +99,8 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def words(page: Path) -> int:
-    """Return the number of words of a page, without the markup of tables."""
-    return sum(bool(re.search(r"\w", part)) for part in page.read_text().split())
+    """Return the number of words of a page as `wc -w` counts them."""
+    return len(page.read_text().split())
 
 
 def test_pages_are_short() -> None:
@@ -209,7 +209,7 @@ def test_tests_that_are_left_out_exist() -> None:
 def test_packages_import_in_the_order_of_the_architecture_page() -> None:
     """A package imports only from packages above it in docs/design/architecture.md, which lists them all."""
     page = (ROOT / "docs" / "design" / "architecture.md").read_text()
-    order = re.findall(r"^\| `dsv4_sglang/(\w+)`", page, re.MULTILINE)
+    order = re.findall(r"^- `dsv4_sglang/(\w+)`:", page, re.MULTILINE)
     folders = {folder.name for folder in (ROOT / "dsv4_sglang").iterdir() if list(folder.glob("*.py"))}
     assert set(order) == folders
     wrong = [

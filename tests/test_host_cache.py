@@ -117,7 +117,7 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
     server.settle()
     server.check()
     server.check_contents()
-    assert server.from_host > 0, "nothing came from the host"
+    assert server.from_host > 0, "no tokens came from the host"
     assert server.component.metrics.total("host_loads_failed") > 0 or not bad_transfers
     assert server.flush(), "something is locked or on its way"
     server.check()
@@ -386,7 +386,7 @@ def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.M
         server.check()
     assert not waited
     assert max(saved.values()) == 1 or policy == "write_through", saved
-    assert max(saved.values()) <= 2, "saved when new, and again before it leaves"
+    assert max(saved.values()) <= 2, "saved more than when new and before its eviction"
     held = places(server)
     assert len(held["device"] | held["host"]) >= 9, held
     assert not server.wrong
@@ -635,7 +635,7 @@ def test_rows_are_handed_out_side_by_side() -> None:
     rows = FreeRows(10)
     assert rows.take(3).tolist() == [0, 1, 2] and rows.take(4).tolist() == [3, 4, 5, 6]
     rows.give_back(np.array([1, 2]))
-    assert rows.take(4).tolist() == [7, 8, 9, 1], "behind those before, and round"
+    assert rows.take(4).tolist() == [7, 8, 9, 1], "not in the order in which they were freed"
     assert rows.take(2) is None and rows.available == 1
     assert rows.take(1).tolist() == [2] and rows.take(0).tolist() == []
     rows.give_back(np.array([4]))
@@ -709,7 +709,7 @@ def test_copies_of_what_the_device_keeps_go_first() -> None:
     prefix has a higher value than a short one.
     """
     registry = registry_of({1: 4000, 2: 2000, 3: 1000, 4: 500, 5: 3000, 6: 1500})
-    assert registry.to_copy() == [1, 5, 2, 6, 3, 4], "those worth most first"
+    assert registry.to_copy() == [1, 5, 2, 6, 3, 4], "not in the order of their eviction value"
     row = registry.host_id
     for at, slot in enumerate((5, 6)):
         registry.move(slot, row(at))

@@ -103,7 +103,7 @@ def test_what_is_new_reaches_the_storage_where_the_host_is_full(
             assert server.serve(line) == 0
             server.check()
         assert server.component.metrics.total("host_saves_skipped") == 0 and not server.wrong
-    assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and each line's last snapshot"
+    assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and the last snapshot of each branch"
     with monkeypatch.context() as patch:
         server = restarted(patch)
         for line in lines:
@@ -169,7 +169,7 @@ def test_a_page_that_cannot_be_used_is_a_miss(
             assert "cannot be used and is removed" in caplog.text
         server.check_contents()
     with monkeypatch.context() as patch:
-        assert restarted(patch).prefetch(PROMPT) == 5 * BLOCK, "what was removed was stored anew"
+        assert restarted(patch).prefetch(PROMPT) == 5 * BLOCK, "the removed pages were not stored again"
 
 
 def test_a_storage_that_is_cleared_has_nothing(
@@ -461,7 +461,7 @@ def test_tenants_share_nothing_in_a_storage(
     for tenant in tenants:
         with monkeypatch.context() as patch:
             server = restarted(patch)
-            assert server.prefetch(PROMPT, tenant) == server.serve(PROMPT, tenant) == 0, "another's pages"
+            assert server.prefetch(PROMPT, tenant) == server.serve(PROMPT, tenant) == 0, "found pages of another tenant"
             assert len(pages_in(folder)) == stored + 5 + 2
             stored += 5 + 2
     with monkeypatch.context() as patch:
@@ -659,7 +659,7 @@ def test_pages_in_mooncakes_store(
             store.remove(key, True)
             store.put(key, page[:3] + b"!" + page[4:])
         assert found() == 0 and "cannot be used and is removed" in caplog.text
-        assert found() == 5 * BLOCK, "what was removed was stored anew"
+        assert found() == 5 * BLOCK, "the removed pages were not stored again"
         caplog.clear()
     store.put("another's", b"page")
     assert found(serve=False) == 5 * BLOCK

@@ -508,7 +508,7 @@ def test_offload_beside_the_steps() -> None:
                 table[new].fill_(255)
             for view in views:
                 view[taken] = 255
-        assert offloaded.event.query(), "its slot was given to another before it was copied"
+        assert offloaded.event.query(), "its slot was reused before it was copied"
         for new in (0, 1):
             manager.release_blocks(new)
             manager.release_request(new)

@@ -14,7 +14,7 @@ from dsv4_sglang.srt.integration.metrics import COUNTER, HISTOGRAM, HOST_METRICS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
-ROW = re.compile(r"^\| `(dsv4_\w+)` \| (\w+) \| (\w*) ?\| (.+?) \| (.+?) \|$", re.MULTILINE)
+ROW = re.compile(r"^- `(dsv4_\w+)` \((\w+)\): (.+?)\.$", re.MULTILINE)
 PUBLISH = """
 from types import SimpleNamespace
 from prometheus_client import generate_latest
@@ -27,7 +27,7 @@ print("\\n".join(line for line in text.splitlines() if "dsv4_" in line and "_cre
 
 
 def test_the_page_lists_what_the_code_publishes() -> None:
-    rows = {name: (kind, text) for name, kind, _, text, _ in ROW.findall(PAGE.read_text())}
+    rows = {name: (kind, text) for name, kind, text in ROW.findall(PAGE.read_text())}
     known = {metric.exposed: metric for metric in (*METRICS, *HOST_METRICS)}
     assert rows.keys() == known.keys()
     for name, (kind, text) in rows.items():

@@ -82,7 +82,7 @@ def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: 
     rings[:, server.storage.num_slots :] = compressor_states[:, -2 * server.storage.snapshots :] = 1.0
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        assert server.serve([writer])[0].verified == writer.count - 1, "a draft was right"
+        assert server.serve([writer])[0].verified == writer.count - 1, "a draft was accepted"
         server.evict()
         return server.serve([turn])[0]
 

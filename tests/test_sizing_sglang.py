@@ -215,7 +215,7 @@ def test_a_request_takes_one_slot_of_the_pool_that_is_built(
     assert (pool.mamba_allocator.size, pool.mamba_pool.size, pool.mamba_ckpt_pool.num_slots) == (2, 2, 4)
     demand, layout = launched.context.demand, launched.context.layout
     assert demand is not None and layout is not None
-    assert pool.mamba_pool.bytes == demand.bytes(layout), "what is allocated is what was counted"
+    assert pool.mamba_pool.bytes == demand.bytes(layout), "allocated and counted bytes differ"
     given = Choice(
         Model.flash(), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256, draft_tokens=drafts
     )

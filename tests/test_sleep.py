@@ -251,7 +251,7 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
     assert server.flush()
     server.check()
     spoil(server)
-    assert [server.serve(ids) for ids in prompts] == [0] * len(prompts), "a flush forgets the host, too"
+    assert [server.serve(ids) for ids in prompts] == [0] * len(prompts), "a flush did not empty the host cache"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -320,7 +320,7 @@ class Scheduler:
         )
 
     def flush(self, empty_cache: bool) -> bool:
-        assert not self.waiting_queue and not self.grammar_manager.grammar_queue, "SGLang rejects"
+        assert not self.waiting_queue and not self.grammar_manager.grammar_queue, "a flush while requests wait"
         self.flushed += 1
         return self.server.flush()
 

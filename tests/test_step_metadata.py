@@ -332,7 +332,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
     start = step.query_start.tolist()
     assert start[-1] == len(positions)
     for seen in (step.window_lens, step.csa_lens, step.hca_lens):
-        assert (seen[len(real) :] == 0).all(), "padding sees nothing"
+        assert (seen[len(real) :] == 0).all(), "a padding token sees entries"
     assert (step.track_slots[len(real) :] == -1).all() and (step.token_request[len(real) :] == n).all()
     for i, t in enumerate(real.tolist()):
         b = int(step.token_request[i])

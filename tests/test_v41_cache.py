@@ -149,7 +149,7 @@ def _scores(layer: Layer, keys: Tensor, ratio: int, request: int) -> Tensor:
     query = fp4_act_quant(turned(layer.index_q[request], ratio).double(), 32, False)
     each = torch.einsum("thd,nd->thn", query, keys).relu()
     scores = (each * layer.head_weights[request].double()[..., None]).sum(1)
-    assert torch.equal(scores, scores.float().double()), "every order of the sums gives the same"
+    assert torch.equal(scores, scores.float().double()), "the sums are not exact in fp32, so they depend on the order"
     last = torch.arange(len(keys)) * ratio + ratio - 1
     return scores.masked_fill(last > torch.arange(LENGTH)[:, None], float("-inf"))
 

@@ -18,7 +18,7 @@
 //
 // With several tokens per request (`drafts`) every block continues from the state before the step. The contributions of
 // the request's earlier tokens come from their projections, because their blocks may not have run yet. Blocks of one
-// step do not race, whatever their order: rings and state copies are so large that no block writes what another one
+// step do not race in any order: rings and state copies are so large that no block writes what another one
 // reads (draft_tokens_of and its neighbours in geometry.h, which `append` checks). A block reads no row of a token at
 // `length` or later from the compressor state, and no row of an older token that shares its index with length .. length
 // + tokens - 1. Each block writes only rows indexed by its own token position. If the next step starts at an earlier

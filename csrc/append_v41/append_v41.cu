@@ -156,8 +156,8 @@ struct Waiting {
   }
 };
 
-/// Returns the row of the compressor state in which the token at an even position waits, for an odd position that of
-/// its partner.
+/// Returns the row of the compressor state that holds the token at an even position. For an odd position, returns its
+/// partner's row.
 __device__ __forceinline__ float* compressor_state_row(const AppendV41Params& p, int slot, int position) {
   return p.compressor_state + slot * p.compressor_state_stride +
          int64_t(position / 2 % p.compressor_state_rows) * 2 * kEntryDim;

@@ -69,7 +69,7 @@ def recorded_steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     sizes = ",".join(str(size) for size in (4, 16, 40, request.module.RECORDED_TOKENS))
     with plugged(folder, "recorded_prefills", **{STEPS: str(folder / "steps"), SIZES: sizes}):
         yield folder / "steps"
-        assert (folder / "steps").exists(), "no step ran so"
+        assert (folder / "steps").exists(), "no step was recorded"
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def assert_right_though_full(servers: Disaggregated, oracle: Oracle) -> None:
     before, attempts, number = servers.retractions(), count(10, 2), 600
     while servers.retractions() == before:
         seed = next(attempts)
-        assert seed < 20, "nothing was retracted: the test does not test"
+        assert seed < 20, "no request was retracted, so the test checks nothing"
         prompts = [prompt(100, seed=seed + i) for i in range(2)]
         answers = [servers.begin(ids, number, 1) for ids in prompts]
         for ids, answer in zip(prompts, answers):
@@ -341,7 +341,7 @@ def test_drafts_and_the_host_cache(speculating: Disaggregated, tiny: Callable[..
             got = speculating.generate(ids, GENERATED)
             assert len(got.tokens) == GENERATED and got.cached == (384 if visit else 0), visit
             assert_oracle_chooses(oracle, ids, got, TOLERANCE)
-    assert speculating.prefill.metrics()["hit_tokens_host"] > 0, "nothing came from the host"
+    assert speculating.prefill.metrics()["hit_tokens_host"] > 0, "no tokens came from the host"
 
 
 def test_drafts_are_accepted(speculating: Disaggregated) -> None:

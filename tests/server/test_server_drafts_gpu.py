@@ -85,5 +85,5 @@ def test_the_draft_models_rings_come_back(server: Server, drafts: Path, fault: P
     from_host = server.metrics()["hit_tokens_host"]
     apart = [distance(found, cold) for found in (warm, wrong)]
     print(f"{apart[0]:.5f} right, {apart[1]:.5f} without a ring, {from_host:.0f} tokens from the host")
-    assert from_host >= 4 * CACHED, "little came from the host"
+    assert from_host >= 4 * CACHED, "too few tokens came from the host"
     assert apart[1] > 3 * apart[0], apart

@@ -110,7 +110,7 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Compare) -> N
     before = server.metrics()["hit_tokens_host"]
     cold, warm = ([server.generate(ids, 8, rid=f"{visit} {rid}") for rid, ids in prompts.items()] for visit in "12")
     assert [got.cached for got in (*cold, *warm)] == [0] * 8 + [384] * 8
-    assert server.metrics()["hit_tokens_host"] - before >= 3 * 384, "little came from the host"
+    assert server.metrics()["hit_tokens_host"] - before >= 3 * 384, "too few tokens came from the host"
     assert [got.tokens for got in warm] == [got.tokens for got in cold]
     for (rid, ids), got in [*zip(prompts.items(), warm)][::2]:
         assert max(apart(f"2 {rid}", ids, got)) <= DRAFTED

@@ -76,7 +76,7 @@ def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]
         wait_for_pages(server, folder, PAGES)
     with start() as server:
         cold = server.generate(PROMPT)
-        assert cold.cached == 0, "random weights computed what was found"
+        assert cold.cached == 0, "a server with random weights found pages of an earlier server"
         assert [salted(server, salt) for salt in SALTS] == [0] * 3
         assert server.generate(PROMPT, extra_key="x").cached == 0
         wait_for_pages(server, folder, (2 + 3 + 1) * PAGES)

@@ -100,7 +100,7 @@ def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
             assert got.cached == 256
             assert_same(got, reference, TOLERANCE)
     server.wait_idle()
-    assert server.metrics()["hit_tokens_host"] - before >= 3 * 256, "little came from the host"
+    assert server.metrics()["hit_tokens_host"] - before >= 3 * 256, "too few tokens came from the host"
     first, second = (file.read_text() for file in sorted(loads.iterdir()))
     assert first == second and first.count("snapshot") >= 3
 
