@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang.srt.plugins.hook_registry import HookType
 
 import dsv4_sglang
 from dsv4_sglang.cli import doctor
@@ -184,7 +183,7 @@ TARGETS = "sglang.srt.mem_cache.common."
     ],
 )
 def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> None:
-    hook = Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "to be tried")
+    hook = Hook(TARGETS + "release_kv_cache", function, "to be tried")
     (line,) = sglang_contract.hook_differences([hook])
     assert line.startswith(TARGETS + "release_kv_cache takes (req") and line.endswith(": to be tried")
     with pytest.raises(LaunchError, match=r"does not fit the installed release: .*validated: 0\.5\.17, .*\n.*takes "):
@@ -193,9 +192,7 @@ def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> 
 
 def test_a_hook_that_takes_anything_fits() -> None:
     for function in (lambda original, *args, **kwargs: None, lambda original, req, *args, **kwargs: None):
-        assert (
-            sglang_contract.hook_differences([Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "")]) == []
-        )
+        assert sglang_contract.hook_differences([Hook(TARGETS + "release_kv_cache", function, "")]) == []
 
 
 @pytest.mark.parametrize(
@@ -235,7 +232,7 @@ def test_a_release_that_does_not_fit_is_rejected_in_one_line(release: str, monke
 
 
 def test_a_target_that_is_gone_is_named() -> None:
-    (line,) = sglang_contract.hook_differences([Hook(TARGETS + "gone", HookType.REPLACE, print, "to be missed")])
+    (line,) = sglang_contract.hook_differences([Hook(TARGETS + "gone", print, "to be missed")])
     assert line == TARGETS + "gone does not exist in this SGLang: to be missed"
 
 

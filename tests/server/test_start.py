@@ -111,8 +111,8 @@ else:
 
 # A hook whose target is gone stops the launch and is named.
 from dsv4_sglang.srt.integration import activate
-from dsv4_sglang.srt.integration.hooks import Hook, HookType
-gone = Hook("sglang.srt.server_args.ServerArgs.gone", HookType.AROUND, print, "to be missed")
+from dsv4_sglang.srt.integration.hooks import Hook
+gone = Hook("sglang.srt.server_args.ServerArgs.gone", print, "to be missed")
 try:
     activate._apply((gone,))
 except LaunchError as error:

@@ -244,17 +244,16 @@ class ServerContext:
         self.pool = CacheKVPool(compressed, req_to_token_pool.mamba_pool)
         return self.pool
 
-    def started(self, scheduler: Any) -> None:
+    def started(self, original: Callable[..., Any], scheduler: Any) -> Any:
         """Check the classes of a scheduler before it reports ready, and start the watchdog of loads."""
         from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 
         check_started(scheduler)
         if isinstance(scheduler.tree_cache, HostPrefixCache):
             scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
+        return original(scheduler)
 
-    def name_cache(
-        self, manager: Any, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
-    ) -> None:
+    def name_cache(self, original: Callable[..., None], manager: Any, args: Any, *arguments: Any, **named: Any) -> None:
         """Append the name of the cache layout to the KV cache dtype, which both servers of a transfer compare."""
         from sglang.srt.runtime_context import get_parallel
 
@@ -264,3 +263,4 @@ class ServerContext:
         assert isinstance(self.model, DSV4Config)
         name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"
+        original(manager, args, *arguments, **named)
