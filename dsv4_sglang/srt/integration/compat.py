@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -511,24 +511,11 @@ def inserted_before(length: int) -> dict[str, Any]:
     return {"inserted_len": length} if IS_0_5_23 else {"chunked": True}
 
 
-class _Queue:
-    """Events in order, before 0.5.23."""
-
-    def __init__(self) -> None:
-        self._events: list[Any] = []
-
-    def add(self, event: Any) -> None:
-        self._events.append(event)
-
-    def take(self) -> list[Any]:
-        events, self._events = self._events, []
-        return events
-
-
 def event_queue(block: int) -> Any:
     """A queue of KV events (`add`, `take`). Since 0.5.23 it joins those of blocks that follow each other."""
     if not IS_0_5_23:
-        return _Queue()
+        events: deque[Any] = deque()
+        return SimpleNamespace(add=events.append, take=lambda: [events.popleft() for _ in range(len(events))])
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
     recorder = KVCacheEventRecorder(enabled=True, page_size=block)
@@ -592,28 +579,24 @@ def evicted_layers(*arguments: Any, **named: Any) -> Any:
     return named.get("target", next((a for a in arguments if isinstance(a, EvictLayer)), EvictLayer.DEVICE))
 
 
-def _collector() -> list[list[Any]]:
-    """Return the list of follow-up actions of an eviction, which functions of the tree take since 0.5.23."""
-    return [[]] if IS_0_5_23 else []
-
-
-def _settle(cache: Any, device: Any, host: Any, collected: list[list[Any]]) -> None:
+@contextmanager
+def _freed_after(cache: Any) -> Iterator[tuple[Any, ...]]:
+    """Context manager: yield the arguments in which functions of the tree collect what they free. It is freed at the
+    end. Since 0.5.23 they also collect follow-up actions."""
+    device: dict[Any, list[Any]] = defaultdict(list)
+    host: dict[Any, list[Any]] = defaultdict(list)
+    actions: list[Any] = []
+    yield (device, host, actions) if IS_0_5_23 else (device, host)
     cache._free_values(device, host)
-    for actions in collected:
-        cache._apply_cache_actions(actions)
+    cache._apply_cache_actions(actions)
 
 
 def evict_from_device(component: Any, node: Any) -> None:
     """Evict what `component` has on a tree node from the device. Other components of the node stay."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
-    device: dict[Any, list[Any]] = defaultdict(list)
-    host: dict[Any, list[Any]] = defaultdict(list)
-    collected = _collector()
-    component.tree_core._evict_component_and_detach_lru(
-        node, component, device, host, *collected, target=EvictLayer.DEVICE
-    )
-    _settle(component.cache, device, host, collected)
+    with _freed_after(component.cache) as freed:
+        component.tree_core._evict_component_and_detach_lru(node, component, *freed, target=EvictLayer.DEVICE)
 
 
 def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
@@ -622,16 +605,13 @@ def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     core = cache.tree_core
-    device: dict[Any, list[Any]] = defaultdict(list)
-    host: dict[Any, list[Any]] = defaultdict(list)
-    collected = _collector()
-    if node in core.evictable_host_leaves:
-        core._evict_host_leaf(node, defaultdict(int), device, host, *collected)
-    else:
-        for component in components:
-            core._evict_component_and_detach_lru(node, component, device, host, *collected, target=EvictLayer.HOST)
-        core._update_evictable_leaf_sets(node)
-    _settle(cache, device, host, collected)
+    with _freed_after(cache) as freed:
+        if node in core.evictable_host_leaves:
+            core._evict_host_leaf(node, defaultdict(int), *freed)
+        else:
+            for component in components:
+                core._evict_component_and_detach_lru(node, component, *freed, target=EvictLayer.HOST)
+            core._update_evictable_leaf_sets(node)
 
 
 def host_pool_group(entries: list[Any]) -> Any:
