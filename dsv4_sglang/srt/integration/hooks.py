@@ -325,7 +325,7 @@ def disaggregation_hooks(context: ServerContext) -> tuple[Hook, ...]:
     return (
         Hook(
             compat.BUILD_DECODE_REQUEST_POOL,
-            context.decode_request_pool,
+            context.request_pool,
             "requests on a decode server use the state slots of this cache, including arriving requests",
         ),
         Hook(

@@ -162,51 +162,28 @@ class ServerContext:
             configurator.kv_cache_dtype = dtype
 
     def request_pool(
-        self, original: Callable[..., Any], configurator: Any, *, max_num_reqs: int, extra_max_context_len: int
-    ) -> Any:
-        """Build the request pool of a server that prefills."""
-        from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
-
-        return self._make_request_pool(
-            StateReqToTokenPool,
-            configurator,
-            size=max_num_reqs,
-            extra_max_context_len=extra_max_context_len,
-            mamba_spec_state_size=max_num_reqs,
-        )
-
-    def decode_request_pool(
         self,
         original: Callable[..., Any],
         configurator: Any,
         *,
         max_num_reqs: int,
         extra_max_context_len: int,
-        pre_alloc_size: int,
+        **of_decode: int,
     ) -> Any:
-        """Build the request pool of a decode server, with `pre_alloc_size` slots for arriving requests."""
-        from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
-
-        return self._make_request_pool(
-            DecodeStateReqToTokenPool,
-            configurator,
-            size=max_num_reqs,
-            extra_max_context_len=extra_max_context_len,
-            pre_alloc_size=pre_alloc_size,
-            speculative_num_draft_tokens=None,
-        )
-
-    def _make_request_pool(
-        self, kind: Callable[..., Any], configurator: Any, *, size: int, extra_max_context_len: int, **more: Any
-    ) -> Any:
+        """Build the request pool. `of_decode`: the slots for arriving requests of a decode server."""
         from sglang.srt.runtime_context import get_exec, get_schedule
 
-        from dsv4_sglang.srt.memory.pools import StateParams
+        from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
+        from dsv4_sglang.srt.memory.pools import StateParams, StateReqToTokenPool
 
         layout, demand = self.layout_for(configurator), self.demand
         assert demand is not None, "state slots are chosen before pools are built"
+        kind: Callable[..., Any] = StateReqToTokenPool
+        more: dict[str, int | None] = {"mamba_spec_state_size": max_num_reqs}
+        if of_decode:
+            kind, more = DecodeStateReqToTokenPool, {**of_decode, "speculative_num_draft_tokens": None}
         return kind(
-            size=size,
+            size=max_num_reqs,
             mamba_size=get_schedule().max_mamba_cache_size,
             max_context_len=configurator.model_config.context_len + extra_max_context_len,
             device=configurator.device,
