@@ -12,7 +12,7 @@ import pytest
 import torch
 from host_cache_harness import HostCacheServer
 from prefix_tree_server import BLOCK, SEPARATE, without_a_server
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
 from sglang.srt.mem_cache import base_prefix_cache
@@ -405,44 +405,19 @@ def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch)
 # Scheduling while memory is released
 
 
-def test_requests_wait_while_memory_is_away(tree: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Tags are released and resumed one by one, twice, and with unknown names. The server stays paused until all memory
-    is back, and then returns to its previous state."""
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_pause_from_before_goes_on(tree: pytest.MonkeyPatch, paused: bool) -> None:
+    """The scheduler is paused while memory is released, and then returns to its previous state."""
     scheduler = Scheduler(HostCacheServer(tree, seed=8))
-    updater, done = scheduler.weight_updater, []
-    runner = updater.tp_worker.model_runner
+    updater, done = scheduler.weight_updater, list[str]()
     pool = SimpleNamespace(reset=lambda: done.append("reset"))
+    runner = updater.tp_worker.model_runner
     runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.ones(2, 2), mamba_pool=pool)
     runner.token_to_kv_pool = SimpleNamespace(full_kv_pool=pool)
-
-    def release(_: Any, recv_req: Any) -> None:
-        done.extend(recv_req.tags)
-        updater.offload_tags |= set(recv_req.tags)
-
-    def resume(_: Any, recv_req: Any) -> None:
-        done.extend(recv_req.tags)
-        updater.offload_tags -= set(recv_req.tags)
-
-    def ask(hook: Any, original: Any, kind: Any, *tags: str) -> list[str]:
-        done.clear()
-        hook(original, updater, kind(tags=list(tags) or None))
-        return list(done)
-
-    released, resumed = io_struct.ReleaseMemoryOccupationReqInput, io_struct.ResumeMemoryOccupationReqInput
-    assert ask(sleep.resume_memory, resume, resumed) == []
-    assert ask(sleep.release_memory, release, released, "kv_cache", "everything") == ["kv_cache"]
-    assert "of the memory ['kv_cache', 'everything'], ['kv_cache'] is released" in caplog.text
+    scheduler._engine_paused = paused
+    release, resume = io_struct.ReleaseMemoryOccupationReqInput(), io_struct.ResumeMemoryOccupationReqInput()
+    sleep.release_memory(lambda _, request: updater.offload_tags.update(request.tags), updater, release)
     assert scheduler._engine_paused and scheduler.retracted == 1
-    assert ask(sleep.release_memory, release, released, "kv_cache") == []
-    assert ask(sleep.release_memory, release, released) == [t for t in GPU_MEMORY_ALL_TYPES if t != "kv_cache"]
-    assert scheduler.retracted == 1
-    sleep.keep_paused(lambda s, r: setattr(s, "_engine_paused", False), scheduler, None)
-    assert scheduler._engine_paused, "nothing runs while memory is away"
-    assert ask(sleep.resume_memory, resume, resumed, "weights", "weights2") == ["weights"]
-    assert scheduler._engine_paused
-    assert ask(sleep.resume_memory, resume, resumed) == ["kv_cache", "cuda_graph", "reset", "reset"]
-    assert not scheduler._engine_paused and not runner.req_to_token_pool.req_to_token.any()
-    scheduler._engine_paused = True
-    ask(sleep.release_memory, release, released)
-    ask(sleep.resume_memory, resume, resumed)
-    assert scheduler._engine_paused, "a pause from before goes on"
+    sleep.resume_memory(lambda _, request: updater.offload_tags.difference_update(request.tags), updater, resume)
+    assert scheduler._engine_paused == paused and done == ["reset", "reset"]
+    assert not runner.req_to_token_pool.req_to_token.any()
