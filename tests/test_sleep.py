@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,45 +141,24 @@ def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) ->
 # Restored memory
 
 
-@pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize(
     ("rows", "hca_state"), [("fp8", "online"), ("fp8", "raw"), ("bf16", "online"), ("fp32", "raw")]
 )
-def test_states_come_again_as_they_were_made(rows: str, hca_state: str, positions: bool) -> None:
+def test_pools_come_again_as_they_were_made(rows: str, hca_state: str) -> None:
+    """After a reset the memory, index tables included, is at the same addresses and equals that of a new pool."""
     layout = layout_of(rows, hca_state)
-    fresh, slept = (StateStorage(layout, 5, snapshots=3, positions=positions) for _ in range(2))
-    addresses = [tensor.data_ptr() for tensor in slept.allocations]
-    held = [value for _, value in tensors_of(slept)]
-    assert {t.untyped_storage().data_ptr() for t in held} == {t.untyped_storage().data_ptr() for t in slept.allocations}
-    for tensor in slept.allocations:
-        memory_of(tensor).fill_(0xA5)
-    slept.reset()
-    assert addresses == [tensor.data_ptr() for tensor in slept.allocations]
-    for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
-        assert torch.equal(memory_of(ours), memory_of(other))
-    # Index tables are right: a state can be stored to a snapshot and loaded back.
-    for storage in (fresh, slept):
-        for tensor in storage.tensors:
-            memory_of(tensor).copy_(torch.arange(memory_of(tensor).numel()) % 251)
-        storage.store(torch.tensor([2], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
-        storage.load(torch.tensor([3], dtype=torch.int32), torch.tensor([4], dtype=torch.int32))
-    for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
-        assert torch.equal(memory_of(ours), memory_of(other))
-
-
-@pytest.mark.parametrize("rows", ["fp8", "fp32"])
-def test_blocks_come_again_as_they_were_made(rows: str) -> None:
-    for schema in layout_of(rows).schemas:
-        if not schema.entries_per_block:
-            continue
-        pool = PagedKVPool(schema, 4, "cpu")
-        assert {t.untyped_storage().data_ptr() for _, t in tensors_of(pool)} == {
-            t.untyped_storage().data_ptr() for t in pool.allocations
-        }
-        for tensor in pool.allocations:
-            memory_of(tensor).fill_(0xFF)
-        pool.reset()
-        assert not any(memory_of(tensor).any() for tensor in pool.allocations)
+    makers = [partial(PagedKVPool, schema, 4, "cpu") for schema in layout.schemas if schema.entries_per_block]
+    makers += [partial(StateStorage, layout, 5, snapshots=3, positions=positions) for positions in (True, False)]
+    for make in makers:
+        fresh, slept = make(), make()
+        addresses = [tensor.data_ptr() for tensor in slept.allocations]
+        assert {memory_of(t).data_ptr() for _, t in tensors_of(slept)} == {*addresses}
+        for tensor in slept.allocations:
+            memory_of(tensor).fill_(0xA5)
+        slept.reset()
+        assert addresses == [tensor.data_ptr() for tensor in slept.allocations]
+        for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
+            assert torch.equal(memory_of(ours), memory_of(other))
 
 
 # The host cache
