@@ -19,7 +19,7 @@ from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, STORAGES, on_grid
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.memory.sizing import state_demand
+from dsv4_sglang.srt.memory.sizing import require_snapshots
 
 # Variable with the folder of a storage. Without it, all servers of a machine share a folder.
 STORAGE_FOLDERS = {
@@ -270,7 +270,7 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
     prefix_cache = not args.disable_radix_cache and args.disaggregation_mode != "decode"
     if prefix_cache and args.max_running_requests is not None and options.max_snapshots is not None:
         running = args.max_running_requests // _attention_ranks(args)
-        state_demand(running, step_tokens=BLOCK, default=0, max_snapshots=options.max_snapshots)
+        require_snapshots(options.max_snapshots, running)
 
 
 def reject_resolved(args: Any) -> None:
