@@ -19,7 +19,7 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.integration.startup_check import check_started
 from dsv4_sglang.srt.memory.configurator import BlockConfigurator
-from dsv4_sglang.srt.memory.served_layout import layout_of
+from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, demand_of, memory_after_slots, table
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ServerContext:
                 # DSPARK has a stage for each layer of the served model that it reads.
                 draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
             self.model = compat.model_config(configurator.model_config.hf_config)
-            self.layout = layout_of(
+            self.layout = served_layout(
                 self.model,
                 configurator.kv_cache_dtype,
                 self.options,
