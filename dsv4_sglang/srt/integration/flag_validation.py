@@ -216,13 +216,12 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     untested = "with DeepSeek-V4.1 it has not been tested"
     if args.device != "cpu":
         yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
-    for field in ("speculative_algorithm", "enable_hierarchical_cache", "enable_dp_attention"):
-        if value := getattr(args, field):
-            yield _named(field, value), untested
-    if args.disaggregation_mode != "null":
-        yield _named("disaggregation_mode", args.disaggregation_mode), untested
-    if args.tp_size > 1:
-        yield _named("tp_size", args.tp_size), f"{untested}; give 1"
+    for field, served in (
+        *(("speculative_algorithm", None), ("enable_hierarchical_cache", False), ("enable_dp_attention", False)),
+        *(("disaggregation_mode", "null"), ("tp_size", 1)),
+    ):
+        if (value := getattr(args, field)) != served:
+            yield _named(field, value), f"{untested}; leave it out"
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "rows of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
