@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_sglang.srt.integration.metrics import COUNTER, HISTOGRAM, HOST_METRICS, METRICS
+from dsv4_sglang.srt.integration.metrics import HOST_METRICS, METRICS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -35,16 +35,6 @@ def test_the_page_lists_what_the_code_publishes() -> None:
         values = known[name].values if known[name].label and known[name].label != "version" else ()
         assert all(f"`{value}`" in text for value in values), f"{name}: {values} are not explained"
         assert not known[name].label or f"`{known[name].label}`" in text, name
-
-
-def test_names_have_base_units() -> None:
-    for metric in (*METRICS, *HOST_METRICS):
-        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", metric.name) and "total" not in metric.name
-        assert bool(metric.buckets) == (metric.kind == HISTOGRAM)
-        if metric.kind == HISTOGRAM:
-            assert metric.name.endswith(("_seconds", "_requests"))
-    unit = {m.name.rsplit("_", 1)[-1] for m in (*METRICS, *HOST_METRICS) if m.kind == COUNTER}
-    assert unit <= {"tokens", "bytes", "seconds", "taken", "skipped", "resumed", "evicted", "failed"}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")

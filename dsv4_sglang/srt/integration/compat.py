@@ -139,73 +139,55 @@ class Override(NamedTuple):
     reason: str
 
 
+def _overridden(base: str, ours: str, **reasons: str) -> Iterator[Override]:
+    """Yield the methods of a class that are overridden, each with its reason."""
+    return (Override(base, ours, method, reason) for method, reason in reasons.items())
+
+
 _IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
-_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-_TREE, _HOST_CACHE = (
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
-    "dsv4_sglang.srt.host_cache.cache.HostPrefixCache",
-)
 OVERRIDES = (
-    Override(
+    *_overridden(
         _IN_TREE + "DeepseekV4DecoderLayer",
         _MODEL + "DecoderLayer",
-        "_build_self_attn",
-        "SGLang's layer builds its attention here, which this package replaces",
+        _build_self_attn="SGLang's layer builds its attention here, which this package replaces",
     ),
-    Override(
+    *_overridden(
         # Since 0.5.23 no layer has it on a GPU.
         _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if IS_0_5_23 else "DeepseekV4DecoderLayer"),
         _MODEL + "DecoderLayer",
-        "_run_moe_ffn_dp_sync",
-        "SGLang has GPU kernels only for the experts of a layer",
+        _run_moe_ffn_dp_sync="SGLang has GPU kernels only for the experts of a layer",
     ),
-    Override(
+    *_overridden(
         "sglang.srt.models.deepseek_v4_dspark.DSparkV4Stage",
         "dsv4_sglang.srt.models.deepseek_v4_dspark.Stage",
-        "_build_self_attn",
-        "the same applies to a stage of DSPARK's draft model",
+        _build_self_attn="the same applies to a stage of DSPARK's draft model",
     ),
-    Override(
+    *_overridden(
         _IN_TREE + "DeepseekV4ForCausalLM",
         _MODEL + "DeepseekV4ForCausalLM",
-        "_prewarm_mhc_kernels",
-        "it compiles GPU kernels, which do not exist on a CPU",
+        _prewarm_mhc_kernels="it compiles GPU kernels, which do not exist on a CPU",
     ),
-    Override(
+    *_overridden(
         "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
         "dsv4_sglang.srt.prefix_cache.component.SnapshotComponent",
-        "_evict_device_next_node",
-        "it evicts snapshots if live slots are short, which frees no live slot",
+        _evict_device_next_node="it evicts snapshots if live slots are short, which frees no live slot",
     ),
-    Override(
-        _TREE,
-        _HOST_CACHE,
-        "_execute_and_commit_kv_backup",
-        "SGLang copies a node to the host at each insertion; here snapshots are saved, most valuable first",
+    *_overridden(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+        "dsv4_sglang.srt.host_cache.cache.HostPrefixCache",
+        _execute_and_commit_kv_backup="SGLang saves every inserted node; here the most valuable snapshots are first",
+        _evict_device_leaf="with write_back it saves blocks behind the last snapshot, from which no request can resume",
     ),
-    Override(
-        _TREE,
-        _HOST_CACHE,
-        "_evict_device_leaf",
-        "with write_back it saves blocks behind the last snapshot, from which no request can resume",
-    ),
-    Override(
-        _CONTROLLER,
+    *_overridden(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController",
         "dsv4_sglang.srt.host_cache.transfers.TransferController",
-        "_generate_storage_config",
-        "all processes of a group hold the same bytes, and one writes them; SGLang assumes that for its own pools only",
+        _generate_storage_config="one process writes what all of a group hold; SGLang assumes that for its own pools",
+        _page_backup="each save would log a warning while the folder of a storage is missing",
     ),
-    Override(
-        _CONTROLLER,
-        "dsv4_sglang.srt.host_cache.transfers.TransferController",
-        "_page_backup",
-        "each save would log a warning while the folder of a storage is missing",
-    ),
-    Override(
+    *_overridden(
         "sglang.srt.mem_cache.storage.file.lru_file_evictor.LRUFileEvictor",
         "dsv4_sglang.srt.host_cache.storage.FolderEvictor",
-        "_scan_existing_files",
-        "it counts the pages of one name, but the limit applies to the whole folder",
+        _scan_existing_files="it counts the pages of one name, but the limit applies to the whole folder",
     ),
 )
 
