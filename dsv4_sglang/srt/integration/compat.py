@@ -17,6 +17,7 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from packaging.version import Version
 
@@ -217,22 +218,16 @@ def applied_hooks() -> set[str]:
     return HookRegistry._patched
 
 
-def _flag_fields() -> tuple[Iterable[Any], object]:
-    """Return the fields of SGLang's ServerArgs, and the marker of a missing default. ServerArgs is a dataclass in
-    0.5.17 and a msgspec structure in 0.5.23."""
+def flag_defaults() -> dict[str, Any]:
+    """Return the default of each field of SGLang's ServerArgs. It is None for the model path, which has no default.
+
+    ServerArgs is a dataclass in 0.5.17 and a msgspec structure in 0.5.23.
+    """
     from sglang.srt.server_args import ServerArgs
 
-    if IS_0_5_23:
-        import msgspec
-
-        return msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
-    return dataclasses.fields(ServerArgs), dataclasses.MISSING
-
-
-def flag_defaults() -> dict[str, Any]:
-    """Return the default of each field of SGLang's ServerArgs. It is None for the model path, which has no default."""
+    fields: Iterable[Any] = msgspec.structs.fields(ServerArgs) if IS_0_5_23 else dataclasses.fields(ServerArgs)
+    missing = msgspec.NODEFAULT if IS_0_5_23 else dataclasses.MISSING
     defaults: dict[str, Any] = {}
-    fields, missing = _flag_fields()
     for field in fields:
         if field.name.startswith("_"):  # SGLang's own notes
             continue
