@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from threading import Thread
@@ -109,36 +109,16 @@ def described(pool: CacheKVPool) -> KVArgs:
     return args
 
 
-def transfer(
-    source: KVArgs, target: KVArgs, blocks: Sequence[int], to: Sequence[int], slot: int, to_slot: int, leave: str = ""
-) -> None:
-    """Copy blocks and a slot. `leave` is a kind of buffer, blocks or slot, whose last buffer is not copied."""
+def transfer(source: KVArgs, target: KVArgs, blocks: Sequence[int], to: Sequence[int], slot: int, to_slot: int) -> None:
+    """Copy blocks and a slot."""
     assert source.state_types == target.state_types == [StateType.MAMBA]
-    kinds: list[tuple[str, Any, Any, Any, Any, Any, Sequence[tuple[int, int]]]] = [
-        (
-            "blocks",
-            source.kv_data_ptrs,
-            target.kv_data_ptrs,
-            source.kv_item_lens,
-            source.kv_layer_ids,
-            target.kv_layer_ids,
-            list(zip(blocks, to)),
-        ),
-        (
-            "slot",
-            source.state_data_ptrs[0],
-            target.state_data_ptrs[0],
-            source.state_item_lens[0],
-            source.state_layer_ids[0],
-            target.state_layer_ids[0],
-            [(slot, to_slot)],
-        ),
-    ]
-    for kind, ours, theirs, sizes, layers, their_layers, moved in kinds:
-        pairs = build_transfer_entry_pairs(layers, their_layers, len(ours), len(theirs))
-        for i, j in pairs[:-1] if kind == leave else pairs:
-            for here, there in moved:
-                ctypes.memmove(theirs[j] + there * sizes[i], ours[i] + here * sizes[i], sizes[i])
+    pointers = (source.kv_data_ptrs, target.kv_data_ptrs), (source.state_data_ptrs[0], target.state_data_ptrs[0])
+    layers = (source.kv_layer_ids, target.kv_layer_ids), (source.state_layer_ids[0], target.state_layer_ids[0])
+    sizes, moved = (source.kv_item_lens, source.state_item_lens[0]), (list(zip(blocks, to)), [(slot, to_slot)])
+    for (ours, theirs), of_layers, size, pairs in zip(pointers, layers, sizes, moved):
+        for i, j in build_transfer_entry_pairs(*of_layers, len(ours), len(theirs)):
+            for here, there in pairs:
+                ctypes.memmove(theirs[j] + there * size[i], ours[i] + here * size[i], size[i])
 
 
 @pytest.fixture(params=[16, 576], ids=["", "SM100's padding"])
@@ -160,17 +140,6 @@ def test_blocks_and_slot_travel(name: str) -> None:
     assert same(slot_of(decode, 6), slot_of(prefill, 2))
     now = blocks_of(decode, [0, 1, 3, 5]), [slot_of(decode, slot) for slot in (0, 1, 2, 3, 4, 5, 7)]
     assert same(now[0], untouched[0]) and all(same(a, b) for a, b in zip(now[1], untouched[1]))
-
-
-@pytest.mark.parametrize("kind", ["blocks", "slot"])
-def test_a_buffer_that_stays_behind_shows(kind: str) -> None:
-    layout = make_layout("fp8")
-    prefill, decode = make_pool(layout, 4, 2), make_pool(layout, 4, 2)
-    scribble(prefill, 1)
-    scribble(decode, 2)
-    transfer(described(prefill), described(decode), [1], [1], 1, 1, leave=kind)
-    assert same(blocks_of(decode, [1]), blocks_of(prefill, [1])) == (kind != "blocks")
-    assert same(slot_of(decode, 1), slot_of(prefill, 1)) == (kind != "slot")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -330,15 +299,8 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         layout = served_layout(model, dtype, Options(**options), "cpu", sm100, draft_tokens=drafts, draft_layers=layers)
         return disaggregation.cache_name(layout, model, ranks)
 
-    others = [
-        name(torch.bfloat16),
-        name(model=pro),
-        name(ranks=4),
-        name(drafts=4),
-        name(indexer_format="nvfp4"),
-        name(hca_state="raw"),
-        name(sm100=True),
-    ]
+    others = [name(torch.bfloat16), name(model=pro), name(ranks=4), name(drafts=4), name(sm100=True)]
+    others += [name(indexer_format="nvfp4"), name(hca_state="raw")]
     # Options that may differ between the servers.
     assert name(snapshot_interval=128, max_snapshots=9) == name()
     monkeypatch.setattr(disaggregation, "__version__", "9.9")
@@ -346,13 +308,6 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert len({name(), *others}) == 1 + len(others)
     assert "fp8 entries, mxfp4 keys, online HCA state, 0 draft tokens, attention TP 1" in name()
-
-
-class Scheduler(SimpleNamespace):
-    """A decode server's scheduler at the point where blocks may have run out."""
-
-    def process_batch_result(self, batch: Any, result: Any) -> None:
-        self.done.append(("result", result))
 
 
 @pytest.mark.parametrize(
@@ -377,10 +332,17 @@ def test_a_step_under_way_is_settled_before_a_retraction(
     requests = [SimpleNamespace(finished=lambda: False), SimpleNamespace(finished=lambda: True)]
     batch = SimpleNamespace(reqs=requests, check_decode_mem=check_decode_mem)
     last, queue = object(), deque([("batch", "result")])
-    scheduler = Scheduler(
-        disaggregation_mode=mode, enable_overlap=overlap, last_batch=last, result_queue=queue, done=done
+    scheduler = SimpleNamespace(
+        disaggregation_mode=mode,
+        enable_overlap=overlap,
+        last_batch=last,
+        result_queue=queue,
+        process_batch_result=lambda batch, result: done.append(("result", result)),
     )
-    original: Callable[..., Any] = lambda ours, running: done.append(("update", running))  # noqa: E731
+
+    def original(scheduler: Any, running: Any) -> None:
+        done.append(("update", running))
+
     disaggregation.finish_step_before_retraction(original, scheduler, batch)
     assert done == [*([("result", "result")] if settled else []), ("update", batch)]
     assert scheduler.last_batch is (None if settled else last) and len(queue) == (0 if settled else 1)

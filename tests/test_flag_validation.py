@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
 
+from dsv4_sglang.srt.attention import prefill_graphs
 from dsv4_sglang.srt.integration import compat, launch_command, sglang_contract
 from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
 from dsv4_sglang.srt.integration.flag_validation import flag, reject_given, reject_release, reject_resolved
@@ -148,158 +149,139 @@ def test_each_limit_has_its_line(limit: Any) -> None:
         assert rejections(**{limit.field: value}) == []
 
 
+RANKS = {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}
+TIER = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+DECODE = {"disaggregation_mode": "decode", "device": "cpu"}
+NIXL = {"disaggregation_transfer_backend": "nixl"}
+SAVER = {"enable_memory_saver": True}
+EAGLE, DSPARK = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "DSPARK"}
+WITH_DSPARK = {"dspark_target_layer_ids": [40, 41, 42]}
+# Fields of the model's config, flags, and the rejection (a regular expression).
+REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"device": "cpu", "cuda_graph_config": graphs(prefill="breakable")}, "-prefill breakable .* need a GPU"),
+    ({}, {"cuda_graph_config": graphs(prefill="full")}, "--cuda-graph-backend-prefill full .* one breakable graph "),
+    ({}, {"cuda_graph_config": graphs(prefill="tc_piecewise")}, "-prefill tc_piecewise .* one breakable graph "),
+    ({}, {"cuda_graph_config": graphs(decode="tc_piecewise")}, "-decode tc_piecewise .* metadata included, is one "),
+    (
+        {},
+        {**SAVER, "cuda_graph_config": graphs(prefill="breakable")},
+        "-prefill breakable with .* leave one of the two",
+    ),
+    ({}, {**SAVER, "device": "cpu"}, "--enable-memory-saver .* gives back memory of a GPU"),
+    ({}, {**SAVER, "disaggregation_mode": "prefill"}, "--enable-memory-saver .* with --disaggregation-mode prefill "),
+    ({}, {"hicache_storage_backend": "file"}, "--hicache-storage-backend file .*; give --enable-hierarchical-cache$"),
+    ({}, {**DECODE, **NIXL}, "--disaggregation-transfer-backend nixl .* memory of GPUs"),
+    ({}, {**DECODE, **RANKS}, "--disaggregation-mode decode .* with --enable-dp-attention "),
+    ({}, {**DECODE, "disaggregation_mode": "prefill", **RANKS}, "--disaggregation-mode prefill .* with --enable-dp-"),
+    ({}, {**DECODE, "enable_hierarchical_cache": True}, "--enable-hierarchical-cache .* a decode server has no prefix"),
+    (WITH_DSPARK, {**DECODE, **DSPARK}, "--disaggregation-mode decode .* with --speculative-algorithm DSPARK "),
+    (WITH_DSPARK, {**DSPARK, **RANKS, "device": "cpu"}, "--speculative-algorithm DSPARK with --enable-dp-attention "),
+    (WITH_DSPARK, EAGLE, "a DSPARK head and no NextN layer; give DSPARK$"),
+    ({}, {**DSPARK, "device": "cpu"}, "--speculative-algorithm DSPARK .* has no DSPARK head"),
+    ({"num_nextn_predict_layers": 0}, EAGLE, "--speculative-algorithm EAGLE .* the checkpoint has no NextN layer$"),
+    ({"num_nextn_predict_layers": None}, EAGLE, "--speculative-algorithm EAGLE .* the checkpoint has no NextN layer$"),
+    ({}, {"tp_size": 3}, "--tp-size 3 .* the 8 groups .*give 1 or 2 or 4 or 8$"),
+    ({}, {**RANKS, "tp_size": 64}, "--tp-size 64 .* the 8 groups .*give 4 or 8 or 16 or 32$"),
+    ({}, {**RANKS, "tp_size": 6}, "--dp-size 4 .* the 6 processes of --tp-size are divided evenly among the ranks$"),
+    ({}, {"dp_size": 2}, "--dp-size 2 .* --enable-dp-attention"),
+    ({}, {**RANKS, "chunked_prefill_size": 256}, "--chunked-prefill-size 256 .* give a multiple of 512"),
+    ({}, {**RANKS, "max_running_requests": 3}, "--max-running-requests 3 .*give 4 or more$"),
+    ({}, {"device": "cpu", "tp_size": 2, "moe_a2a_backend": "deepep"}, "--moe-a2a-backend deepep .*give none$"),
+    ({"quantization_config": {}}, {"device": "cpu"}, "--device cpu .* the checkpoint is quantised"),
+    ({"context_len": 65537}, {}, "--context-length 65537 .* the model has positions for 65536 tokens"),
+    ({"context_len": 1000}, {"max_total_tokens": 1023}, "--max-total-tokens 1023 .* length 1000 needs 1024"),
+]
+SERVED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"cuda_graph_config": graphs(prefill="breakable")}),
+    ({}, {"cuda_graph_config": graphs(decode="disabled")}),
+    ({}, {**SAVER, "cuda_graph_config": graphs()}),
+    *[({}, {"tp_size": processes}) for processes in (1, 2, 4, 8)],
+    *[({}, {**TIER, "hicache_storage_backend": storage}) for storage in ("file", "nixl", "mooncake")],
+    ({}, {**TIER, **EAGLE}),
+    (WITH_DSPARK, {**TIER, **DSPARK}),
+    (WITH_DSPARK, {**DSPARK, "device": "cpu"}),
+    ({"num_nextn_predict_layers": 0}, {**EAGLE, "speculative_draft_model_path": "elsewhere"}),
+    *[({}, {**more, "disaggregation_mode": mode}) for mode in ("prefill", "decode") for more in (DECODE, NIXL, EAGLE)],
+    ({}, {**DECODE, "disaggregation_mode": "prefill", "enable_hierarchical_cache": True}),
+    ({}, RANKS),
+    ({}, {**RANKS, "tp_size": 32}),
+    ({}, {**RANKS, "chunked_prefill_size": 512, "max_running_requests": 4}),
+    ({}, {**RANKS, "chunked_prefill_size": -1}),
+    ({}, {**RANKS, "moe_a2a_backend": "deepep", "ep_size": 4}),
+    ({}, {"tp_size": 8, "ep_size": 8, "moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}),
+    ({"quantization_config": {}}, {}),
+    ({"context_len": 1000}, {"max_total_tokens": 1024}),
+]
+
+
+@pytest.mark.parametrize(("facts", "given", "line"), [*REJECTED_TOGETHER, *((*row, None) for row in SERVED_TOGETHER)])
+def test_flags_together(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], given: dict[str, Any], line: str | None
+) -> None:
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
+    found = rejections(config(**facts), **given)
+    assert len(found) == (0 if line is None else 1)
+    assert line is None or (" is not supported: " in found[0] and re.search(line, found[0])), found
+
+
 @pytest.mark.parametrize(
-    ("phase", "backend", "device", "reason"),
+    ("given", "backend"),
     [
-        ("prefill", "breakable", "cpu", "CUDA graphs need a GPU; leave it out"),
-        ("prefill", "full", "cuda", "a short prefill step is one breakable graph without breaks; "),
-        ("prefill", "tc_piecewise", "cuda", "a short prefill step is one breakable graph without breaks; "),
-        ("decode", "tc_piecewise", "cuda", "a decode step, metadata included, is one graph; "),
+        ({}, "breakable"),
+        (SAVER, "disabled"),
+        ({"device": "cpu"}, "disabled"),
+        (DECODE | {"device": "cuda"}, "disabled"),
     ],
 )
-def test_graphs_that_are_rejected(phase: str, backend: str, device: str, reason: str) -> None:
-    (line,) = rejections(device=device, cuda_graph_config=graphs(**{phase: backend}))
-    assert line.startswith(f"--cuda-graph-backend-{phase} {backend} is not supported: {reason}")
-
-
-def test_graphs_that_are_served() -> None:
-    assert rejections(cuda_graph_config=graphs(prefill="breakable")) == []
-    assert rejections(cuda_graph_config=graphs(decode="disabled")) == []
+def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], backend: str) -> None:
+    asked = graphs()
+    asked.prefill.max_bs = 1000
+    args = arguments(cuda_graph_config=asked, **given)
+    args._cuda_graph_config_locked = set()
+    prefill_graphs.switch_on(args)
+    found = compat.flags(args).cuda_graph_config.prefill
+    assert found.backend == backend
+    if backend == "breakable":
+        assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
 
 
 def test_dp_attention_of_a_newer_release_runs_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
-    (line,) = rejections(tp_size=2, dp_size=2, enable_dp_attention=True)
+    (line,) = rejections(**RANKS)
     assert line.startswith("--enable-dp-attention is not supported: ") and line.endswith("use 0.5.17")
-    assert rejections(device="cpu", tp_size=2, dp_size=2, enable_dp_attention=True) == []
-
-
-def test_a_storage_wants_a_host_cache() -> None:
-    tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert rejections(**tier) == rejections(speculative_algorithm="EAGLE", **tier) == []
-    assert rejections(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier) == []
-    (line,) = rejections(hicache_storage_backend="file")
-    assert line == (
-        "--hicache-storage-backend file is not supported: it stands behind the host cache; "
-        "give --enable-hierarchical-cache"
-    )
+    assert rejections(device="cpu", **RANKS) == []
 
 
 @pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
 def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
     variable = f"SGLANG_HICACHE_{storage.upper()}_BACKEND_STORAGE_DIR"
     monkeypatch.delenv(variable, raising=False)
-    tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": storage}
-    assert rejections(**tier) == []
-    lines = rejections(load_format="dummy", **tier)
-    if storage == "mooncake":
-        assert lines == [], "it is set up by name"
-        return
-    assert lines == [
+    tier = {**TIER, "hicache_storage_backend": storage, "load_format": "dummy"}
+    line = (
         f"--hicache-storage-backend {storage} with --load-format dummy is not supported: what random weights compute "
         f"is stored only in a folder that is named; set {variable}, or leave the storage out"
-    ]
+    )
+    # Mooncake is set up by name.
+    assert rejections(**tier) == ([] if storage == "mooncake" else [line])
     monkeypatch.setenv(variable, "/pages")
-    assert rejections(load_format="dummy", **tier) == []
+    assert rejections(**tier) == []
 
 
-def test_servers_that_prefill_or_decode_only() -> None:
-    for mode in ("prefill", "decode"):
-        apart = {"disaggregation_mode": mode, "device": "cpu"}
-        assert rejections(**apart) == rejections(speculative_algorithm="EAGLE", **apart) == []
-        by_nixl = {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
-        assert rejections(disaggregation_mode=mode) == rejections(**by_nixl) == []
-        (line,) = rejections(device="cpu", **by_nixl)
-        assert line.startswith("--disaggregation-transfer-backend nixl is not supported: SGLang has it take memory of ")
-        ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
-        (line,) = rejections(**ranks, **apart)
-        assert line.startswith(f"--disaggregation-mode {mode} is not supported: with --enable-dp-attention ")
-    (line,) = rejections(disaggregation_mode="decode", enable_hierarchical_cache=True, device="cpu")
-    assert line == (
-        "--enable-hierarchical-cache is not supported: a decode server has no prefix cache; "
-        "give it to the prefill server"
-    )
-    assert rejections(disaggregation_mode="prefill", enable_hierarchical_cache=True, device="cpu") == []
-    with_dspark = config(dspark_target_layer_ids=[40])
-    (line,) = rejections(with_dspark, device="cpu", disaggregation_mode="decode", speculative_algorithm="DSPARK")
-    assert line.startswith("--disaggregation-mode decode is not supported: with --speculative-algorithm DSPARK ")
-    (line,) = rejections(device="cpu", disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True)
-    assert line.startswith("--disaggregation-decode-enable-radix-cache is not supported: a request arrives with ")
-
-
-@pytest.mark.parametrize("variable", ["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_RUST_SERVER"])
-def test_variables(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "1")
-    (line,) = rejections()
-    assert line.startswith(f"{variable} is not supported: ")
-
-
-def test_what_the_model_has_no_place_for() -> None:
-    for processes in (1, 2, 4, 8):
-        assert rejections(tp_size=processes) == []
-    (line,) = rejections(tp_size=3)
-    assert line.startswith("--tp-size 3 is not supported: the 8 groups ") and line.endswith("give 1 or 2 or 4 or 8")
-    for drafts in (config(num_nextn_predict_layers=0), config(num_nextn_predict_layers=None)):
-        (line,) = rejections(drafts, speculative_algorithm="EAGLE")
-        assert line == "--speculative-algorithm EAGLE is not supported: the checkpoint has no NextN layer"
-        assert rejections(drafts, speculative_algorithm="EAGLE", speculative_draft_model_path="elsewhere") == []
-    with_dspark = config(num_nextn_predict_layers=1, dspark_target_layer_ids=[40, 41, 42])
-    assert rejections(with_dspark, device="cpu", speculative_algorithm="DSPARK") == []
-    (line,) = rejections(with_dspark, speculative_algorithm="EAGLE")
-    assert line.endswith("the checkpoint has a DSPARK head and no NextN layer; give DSPARK")
-    (line,) = rejections(device="cpu", speculative_algorithm="DSPARK")
-    assert line.startswith("--speculative-algorithm DSPARK is not supported: the checkpoint has no DSPARK head")
-    quantised = config(quantization_config={})
-    assert rejections(quantised) == []
-    (line,) = rejections(quantised, device="cpu")
-    assert line.startswith("--device cpu is not supported: the checkpoint is quantised")
-    (line,) = rejections(config(context_len=65537))
-    assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
-    assert rejections(config(context_len=1000), max_total_tokens=1024) == []
-    (line,) = rejections(config(context_len=1000), max_total_tokens=1023)
-    assert line.startswith(
-        "--max-total-tokens 1023 is not supported: one request of the context length 1000 needs 1024"
-    )
-
-
-def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
-    model = config(dspark_target_layer_ids=[40, 41, 42])
-    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
-    for where in ({}, {"device": "cpu"}):
-        assert rejections(model, speculative_algorithm="DSPARK", **where) == []
-    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
-    (line,) = rejections(model, speculative_algorithm="DSPARK", **ranks)
-    assert line.startswith("--speculative-algorithm DSPARK with --enable-dp-attention is not supported: ")
-    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    (line,) = rejections(model, device="cpu", speculative_algorithm="DSPARK")
-    assert line.startswith("SGLANG_RAGGED_VERIFY_MODE=compact is not supported: ") and "give static" in line
-    assert rejections(config(num_nextn_predict_layers=1), speculative_algorithm="EAGLE") == []
-
-
-def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--dp-size` needs `--enable-dp-attention`. Heads are divided among the processes of a rank only."""
-
-    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
-
-    def ranked(**given: Any) -> list[str]:
-        return rejections(**{"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, **given})
-
-    assert ranked() == ranked(tp_size=32) == ranked(chunked_prefill_size=512, max_running_requests=4) == []
-    assert ranked(ep_size=4) == ranked(moe_a2a_backend="deepep", ep_size=4) == ranked(chunked_prefill_size=-1) == []
-    assert rejections(tp_size=8, ep_size=8, moe_a2a_backend="deepep", deepep_mode="low_latency") == []
-    (line,) = rejections(dp_size=2)
-    assert line.startswith("--dp-size 2 is not supported: ") and "--enable-dp-attention" in line
-    (line,) = ranked(tp_size=6)
-    assert line == "--dp-size 4 is not supported: the 6 processes of --tp-size are divided evenly among the ranks"
-    (line,) = ranked(tp_size=64)
-    assert line.startswith("--tp-size 64 is not supported: the 8 groups ") and line.endswith("give 4 or 8 or 16 or 32")
-    (line,) = ranked(chunked_prefill_size=256)
-    assert line.startswith("--chunked-prefill-size 256 is not supported: ") and "give a multiple of 512" in line
-    (line,) = ranked(max_running_requests=3)
-    assert line.startswith("--max-running-requests 3 is not supported: ") and line.endswith("give 4 or more")
-    (line,) = rejections(device="cpu", tp_size=2, moe_a2a_backend="deepep")
-    assert line.startswith("--moe-a2a-backend deepep is not supported: ") and line.endswith("give none")
+@pytest.mark.parametrize(
+    ("variable", "value", "shown"),
+    [
+        ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
+        ("SGLANG_RUST_SERVER", "1", "SGLANG_RUST_SERVER"),
+        ("SGLANG_RAGGED_VERIFY_MODE", "compact", "SGLANG_RAGGED_VERIFY_MODE=compact"),
+        ("SGLANG_RAGGED_VERIFY_MODE", "static", None),
+    ],
+)
+def test_variables(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, shown: str | None) -> None:
+    monkeypatch.setenv(variable, value)
+    lines = rejections(config(**WITH_DSPARK), **DSPARK)
+    assert len(lines) == (0 if shown is None else 1)
+    assert all(line.startswith(f"{shown} is not supported: ") for line in lines)
+    assert "RAGGED" not in variable or rejections(**EAGLE) == []
 
 
 def test_another_model() -> None:

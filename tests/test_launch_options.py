@@ -17,12 +17,11 @@ from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import (
     GIB,
     StateDemand,
-    default_snapshots,
+    demand_of,
     memory_after_slots,
     require_context,
-    state_demand,
     table,
-    tokens_in_bytes,
+    tokens_of_pool,
 )
 from dsv4_sglang.testing import tiny
 
@@ -110,11 +109,14 @@ def test_bytes_of_flash_and_pro() -> None:
 
 
 def test_state_demand() -> None:
-    assert state_demand(256, step_tokens=8192, default=700, max_snapshots=None) == StateDemand(256, 64, 700)
-    assert state_demand(4, step_tokens=512, default=700, max_snapshots=100) == StateDemand(4, 4, 100)
-    assert state_demand(4, step_tokens=100, default=8, max_snapshots=None).slots == 5
+    flash = layout(DSV4Config.flash())
+    assert demand_of(flash, 84, running=4, step_tokens=512, max_snapshots=100) == StateDemand(4, 4, 100)
+    assert demand_of(flash, 84, running=4, step_tokens=100).slots == 5
+    shares = demand_of(flash, 84, running=256, step_tokens=8192)
+    assert shares == StateDemand(256, 64, 7 * GIB // flash.snapshot_bytes)
+    assert demand_of(flash, 1, running=256, step_tokens=8192).snapshots == 512, "two a running request"
     with pytest.raises(ValueError, match=r"max_snapshots is 7; 4 running requests.* at least 8"):
-        state_demand(4, step_tokens=512, default=700, max_snapshots=7)
+        demand_of(flash, 84, running=4, step_tokens=512, max_snapshots=7)
 
 
 def test_snapshots_are_compact() -> None:
@@ -123,12 +125,6 @@ def test_snapshots_are_compact() -> None:
         made = layout(config)
         assert made.snapshot_bytes == size <= limit
         assert 1000 < made.snapshot_bytes / made.token_bytes < 1050
-
-
-def test_a_share_of_memory_goes_to_snapshots() -> None:
-    flash = layout(DSV4Config.flash())
-    assert default_snapshots(flash, 256, 84 * GIB) == 7 * GIB // flash.snapshot_bytes
-    assert default_snapshots(flash, 256, GIB) == 512, "two a running request"
 
 
 def test_state_slots_come_first() -> None:
@@ -142,11 +138,12 @@ def test_state_slots_come_first() -> None:
 
 def test_all_bytes_go_into_whole_blocks() -> None:
     flash = layout(DSV4Config.flash())
-    tokens = tokens_in_bytes(flash, 10 * GIB)
+    tokens = tokens_of_pool(flash, 10 * GIB, 128)
     assert tokens % 128 == 0
     used = sum(part.bytes for part in flash.block_parts(tokens // 128 + 1))
     assert 0 <= 10 * GIB - used < 2 * flash.block_bytes
-    assert tokens_in_bytes(flash, 1000) == 0
+    with pytest.raises(ValueError, match=r"the 0\.00 GiB that weights and state slots leave hold 0 tokens"):
+        tokens_of_pool(flash, 1000, 128)
 
 
 def test_a_pool_too_small_says_what_fits() -> None:

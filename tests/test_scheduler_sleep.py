@@ -67,9 +67,9 @@ def resume(*tags: str) -> ResumeMemoryOccupationReqInput:
 
 ORDERS = {
     "one by one, and twice": [
-        (7, [release("kv_cache"), release("kv_cache")]),
+        (7, [release("kv_cache", "everything"), release("kv_cache")]),
         (0, [ContinueGenerationReqInput(), release()]),
-        (0, [resume("weights")]),
+        (0, [resume("weights", "everything")]),
         (0, [resume(), resume()]),
     ],
     "in a pause": [

@@ -1,5 +1,6 @@
-"""Tests of the statements of docs/reference/security.md on the whole package: imports, environment, processes and
-files."""
+"""Tests of the statements of docs/reference/security.md on the whole package: environment, files and ports.
+
+Ruff checks the statements on code and clocks (`banned-api` in pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dsv4_sglang"
@@ -41,22 +40,6 @@ def calls(module: Path) -> Iterator[tuple[str, ast.Call]]:
 
 def name_of(module: Path) -> str:
     return str(module.relative_to(PACKAGE))
-
-
-@pytest.mark.parametrize("module", MODULES, ids=name_of)
-def test_data_is_never_code(module: Path) -> None:
-    for node in ast.walk(ast.parse(module.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not {name.split(".")[0] for name in names} & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    for called, call in calls(module):
-        assert called not in ("eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load", "np.load")
-        assert called not in ("torch.save", "np.save")
-        assert not any(keyword.arg == "shell" for keyword in call.keywords), "a shell"
-        if called in ("subprocess.run", "subprocess.Popen"):
-            given = call.args[0]
-            is_list = isinstance(given, ast.List) or ast.unparse(given) in ("command", "command.argv")
-            assert is_list, f"{ast.unparse(given)} is no list of arguments"
 
 
 def test_the_environment_is_what_the_page_lists() -> None:
@@ -92,20 +75,6 @@ def test_nothing_listens() -> None:
     """Only a command binds a port, for a moment, to check that it is free."""
     binding = {name_of(m) for m in MODULES for called, _ in calls(m) if called.endswith((".bind", ".listen"))}
     assert binding == {"cli/client.py"}
-    for module in MODULES:
-        assert not re.search(r"\b(import|from) +(fastapi|uvicorn|http\.server|socketserver)\b", module.read_text()), (
-            module
-        )
-
-
-def test_no_age_is_of_the_wall_clock() -> None:
-    """The wall clock jumps. Ages of snapshots count uses, and durations use a monotonic clock. Only files that outlive
-    a server have times of the file system."""
-    wall = {"time.time", "time.time_ns", "time.localtime", "datetime.now", "datetime.datetime.now", "datetime.utcnow"}
-    assert {name_of(m) for m in MODULES for called, _ in calls(m) if called in wall} == {
-        "cli/storage.py",
-        "srt/host_cache/folder.py",
-    }
 
 
 def test_the_page_names_tests_that_exist() -> None:

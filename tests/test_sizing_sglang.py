@@ -185,7 +185,7 @@ def test_a_decode_servers_pool_is_what_was_counted(configurator: Any, monkeypatc
     runtime_context.get_schedule().max_mamba_cache_size = launched.overridden["max_mamba_cache_size"]
     launched.model_config.context_len = 256
     sizes = {"max_num_reqs": 2, "extra_max_context_len": 4, "pre_alloc_size": 4}
-    pool = launched.context.decode_request_pool(lambda *_: None, launched, **sizes)
+    pool = launched.context.request_pool(lambda *_: None, launched, **sizes)
     assert (pool.size, len(pool.free_slots), pool.mamba_allocator.size, pool.mamba_pool.size) == (2, 6, 6, 6)
     assert pool.mamba_pool.bytes == launched.context.demand.bytes(launched.context.layout)
 

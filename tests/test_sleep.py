@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from host_cache_harness import HostCacheServer
 from prefix_tree_server import BLOCK, SEPARATE, without_a_server
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
 from sglang.srt.mem_cache import base_prefix_cache
@@ -140,45 +141,24 @@ def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) ->
 # Restored memory
 
 
-@pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize(
     ("rows", "hca_state"), [("fp8", "online"), ("fp8", "raw"), ("bf16", "online"), ("fp32", "raw")]
 )
-def test_states_come_again_as_they_were_made(rows: str, hca_state: str, positions: bool) -> None:
+def test_pools_come_again_as_they_were_made(rows: str, hca_state: str) -> None:
+    """After a reset the memory, index tables included, is at the same addresses and equals that of a new pool."""
     layout = layout_of(rows, hca_state)
-    fresh, slept = (StateStorage(layout, 5, snapshots=3, positions=positions) for _ in range(2))
-    addresses = [tensor.data_ptr() for tensor in slept.allocations]
-    held = [value for _, value in tensors_of(slept)]
-    assert {t.untyped_storage().data_ptr() for t in held} == {t.untyped_storage().data_ptr() for t in slept.allocations}
-    for tensor in slept.allocations:
-        memory_of(tensor).fill_(0xA5)
-    slept.reset()
-    assert addresses == [tensor.data_ptr() for tensor in slept.allocations]
-    for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
-        assert torch.equal(memory_of(ours), memory_of(other))
-    # Index tables are right: a state can be stored to a snapshot and loaded back.
-    for storage in (fresh, slept):
-        for tensor in storage.tensors:
-            memory_of(tensor).copy_(torch.arange(memory_of(tensor).numel()) % 251)
-        storage.store(torch.tensor([2], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
-        storage.load(torch.tensor([3], dtype=torch.int32), torch.tensor([4], dtype=torch.int32))
-    for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
-        assert torch.equal(memory_of(ours), memory_of(other))
-
-
-@pytest.mark.parametrize("rows", ["fp8", "fp32"])
-def test_blocks_come_again_as_they_were_made(rows: str) -> None:
-    for schema in layout_of(rows).schemas:
-        if not schema.entries_per_block:
-            continue
-        pool = PagedKVPool(schema, 4, "cpu")
-        assert {t.untyped_storage().data_ptr() for _, t in tensors_of(pool)} == {
-            t.untyped_storage().data_ptr() for t in pool.allocations
-        }
-        for tensor in pool.allocations:
-            memory_of(tensor).fill_(0xFF)
-        pool.reset()
-        assert not any(memory_of(tensor).any() for tensor in pool.allocations)
+    makers = [partial(PagedKVPool, schema, 4, "cpu") for schema in layout.schemas if schema.entries_per_block]
+    makers += [partial(StateStorage, layout, 5, snapshots=3, positions=positions) for positions in (True, False)]
+    for make in makers:
+        fresh, slept = make(), make()
+        addresses = [tensor.data_ptr() for tensor in slept.allocations]
+        assert {memory_of(t).data_ptr() for _, t in tensors_of(slept)} == {*addresses}
+        for tensor in slept.allocations:
+            memory_of(tensor).fill_(0xA5)
+        slept.reset()
+        assert addresses == [tensor.data_ptr() for tensor in slept.allocations]
+        for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
+            assert torch.equal(memory_of(ours), memory_of(other))
 
 
 # The host cache
@@ -405,44 +385,19 @@ def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch)
 # Scheduling while memory is released
 
 
-def test_requests_wait_while_memory_is_away(tree: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Tags are released and resumed one by one, twice, and with unknown names. The server stays paused until all memory
-    is back, and then returns to its previous state."""
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_pause_from_before_goes_on(tree: pytest.MonkeyPatch, paused: bool) -> None:
+    """The scheduler is paused while memory is released, and then returns to its previous state."""
     scheduler = Scheduler(HostCacheServer(tree, seed=8))
-    updater, done = scheduler.weight_updater, []
-    runner = updater.tp_worker.model_runner
+    updater, done = scheduler.weight_updater, list[str]()
     pool = SimpleNamespace(reset=lambda: done.append("reset"))
+    runner = updater.tp_worker.model_runner
     runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.ones(2, 2), mamba_pool=pool)
     runner.token_to_kv_pool = SimpleNamespace(full_kv_pool=pool)
-
-    def release(_: Any, recv_req: Any) -> None:
-        done.extend(recv_req.tags)
-        updater.offload_tags |= set(recv_req.tags)
-
-    def resume(_: Any, recv_req: Any) -> None:
-        done.extend(recv_req.tags)
-        updater.offload_tags -= set(recv_req.tags)
-
-    def ask(hook: Any, original: Any, kind: Any, *tags: str) -> list[str]:
-        done.clear()
-        hook(original, updater, kind(tags=list(tags) or None))
-        return list(done)
-
-    released, resumed = io_struct.ReleaseMemoryOccupationReqInput, io_struct.ResumeMemoryOccupationReqInput
-    assert ask(sleep.resume_memory, resume, resumed) == []
-    assert ask(sleep.release_memory, release, released, "kv_cache", "everything") == ["kv_cache"]
-    assert "of the memory ['kv_cache', 'everything'], ['kv_cache'] is released" in caplog.text
+    scheduler._engine_paused = paused
+    release, resume = io_struct.ReleaseMemoryOccupationReqInput(), io_struct.ResumeMemoryOccupationReqInput()
+    sleep.release_memory(lambda _, request: updater.offload_tags.update(request.tags), updater, release)
     assert scheduler._engine_paused and scheduler.retracted == 1
-    assert ask(sleep.release_memory, release, released, "kv_cache") == []
-    assert ask(sleep.release_memory, release, released) == [t for t in GPU_MEMORY_ALL_TYPES if t != "kv_cache"]
-    assert scheduler.retracted == 1
-    sleep.keep_paused(lambda s, r: setattr(s, "_engine_paused", False), scheduler, None)
-    assert scheduler._engine_paused, "nothing runs while memory is away"
-    assert ask(sleep.resume_memory, resume, resumed, "weights", "weights2") == ["weights"]
-    assert scheduler._engine_paused
-    assert ask(sleep.resume_memory, resume, resumed) == ["kv_cache", "cuda_graph", "reset", "reset"]
-    assert not scheduler._engine_paused and not runner.req_to_token_pool.req_to_token.any()
-    scheduler._engine_paused = True
-    ask(sleep.release_memory, release, released)
-    ask(sleep.resume_memory, resume, resumed)
-    assert scheduler._engine_paused, "a pause from before goes on"
+    sleep.resume_memory(lambda _, request: updater.offload_tags.difference_update(request.tags), updater, resume)
+    assert scheduler._engine_paused == paused and done == ["reset", "reset"]
+    assert not runner.req_to_token_pool.req_to_token.any()

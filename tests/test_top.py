@@ -44,6 +44,17 @@ def answering(status: int, page: str) -> Iterator[str]:
 )
 def test_one_line_says_why_nothing_is_shown(status: int, page: str, words: str) -> None:
     with answering(status, page) as url:
-        shown = CliRunner().invoke(app, ["top", url, "--once"])
+        assert_fails_with_one_line(url, words)
+
+
+def test_one_line_says_that_there_is_no_server() -> None:
+    with answering(200, "") as url:
+        pass
+    assert_fails_with_one_line(url, "no server answers at")
+    assert_fails_with_one_line("nonsense", "is not the address of a server")
+
+
+def assert_fails_with_one_line(url: str, words: str) -> None:
+    shown = CliRunner().invoke(app, ["top", url, "--once"])
     assert shown.exit_code == 1 and not shown.stdout
     assert words in shown.stderr and len(shown.stderr.splitlines()) == 1, shown.stderr

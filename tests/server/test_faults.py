@@ -1,12 +1,10 @@
-"""Behaviour of a server on invalid requests, weight updates, failing steps and killed processes.
+"""Behaviour of a server on weight updates, failing steps and killed processes.
 
 The server has a host cache with a storage of files. The restarted server uses the same storage.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +21,13 @@ from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, pro
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
 from benchmarks import ports
-from benchmarks.lifecycle import SPARED
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.srt.integration import compat
 
 pytestmark = pytest.mark.server
 
-CONTEXT, VOCABULARY = 1024, 384
-FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "4", "--enable-metrics")
+
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
@@ -59,105 +56,6 @@ def server(
     log = tmp_path_factory.mktemp("faults") / "log"
     with running(tiny(seed=0, **MODEL), log, *FLAGS, **OPTIONS) as server:
         yield server
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2, "temperature": 0}, **fields}
-
-
-def sampled(**parameters: Any) -> dict[str, Any]:
-    return body(sampling_params={"max_new_tokens": 2, "temperature": 0, **parameters})
-
-
-REJECTED: dict[str, Any] = {
-    "as long as the context": body(input_ids=[5] * CONTEXT),
-    "a token too many": body(input_ids=[5] * (CONTEXT - SPARED + 1)),
-    "a million tokens": body(input_ids=[5] * 1_000_000),
-    "ids that are fractions": body(input_ids=[1.5]),
-    "an id of 70 bits": body(input_ids=[1 << 70]),
-    "a negative temperature": sampled(temperature=-1),
-    "a share above one": sampled(top_p=2),
-    "less than no tokens": sampled(max_new_tokens=-1),
-    "more at least than at most": sampled(min_new_tokens=9),
-    "two grammars": sampled(regex="a", json_schema="{}"),
-    "a bias of a token that is not there": sampled(logit_bias={"999999": 1.0}),
-    "log p of a token that is not there": body(return_logprob=True, token_ids_logprob=[1 << 20]),
-    "a body that is a list": [1, 2],
-    "a body that is text": "x",
-}
-# Requests that SGLang may either reject or answer.
-ODD: dict[str, Any] = {
-    "no tokens": body(input_ids=[]),
-    "no prompt": {"sampling_params": {}},
-    "a list in a list": body(input_ids=[[[1]]]),
-    "a temperature in words": sampled(temperature="hot"),
-    "tokens in words": sampled(max_new_tokens="ten"),
-    "a parameter that is not there": sampled(no_such_thing=1),
-    "parameters in words": body(sampling_params="x"),
-    "many new tokens": sampled(max_new_tokens=1 << 40, stop_token_ids=list(range(VOCABULARY))),
-    "no new tokens": sampled(max_new_tokens=0),
-    "stop tokens that are not there": sampled(stop_token_ids=[-1, 1 << 40]),
-    "a name space that is a number": body(extra_key=5),
-    "a session that is not there": body(session_params={"id": "nowhere"}),
-    "a field that is not there": body(no_such_thing=1),
-}
-UNKNOWN_TOKENS = (-1, -VOCABULARY, VOCABULARY, 1 << 20, (1 << 63) - 1)
-
-
-def status_of(server: Server, asked: Any) -> tuple[int, str]:
-    try:
-        return 200, json.dumps(server.post("/generate", asked))
-    except RequestError as error:
-        return error.code, error.text
-
-
-def assert_well(server: Server) -> None:
-    """Assert that the server answers the next request."""
-    assert len(server.generate(prompt(140), 2).tokens) == 2
-
-
-@pytest.mark.parametrize("what", REJECTED)
-def test_nonsense_is_rejected(server: Server, what: str) -> None:
-    status, text = status_of(server, REJECTED[what])
-    assert 400 <= status < 500 and len(text) > 10, (status, text[:500])
-    assert_well(server)
-
-
-def test_the_longest_prompt_is_answered(server: Server) -> None:
-    """A prompt of the maximum length is answered; REJECTED has one that is a token longer."""
-    assert server.generate([5] * (CONTEXT - SPARED), 2).tokens
-
-
-@pytest.mark.parametrize("what", ODD)
-def test_odd_requests_harm_nobody(server: Server, what: str) -> None:
-    status_of(server, ODD[what])
-    assert_well(server)
-
-
-@pytest.mark.parametrize("token", UNKNOWN_TOKENS)
-@pytest.mark.parametrize("before", [0, 300])
-def test_tokens_that_the_model_has_not(server: Server, token: int, before: int) -> None:
-    """Token ids outside the vocabulary are rejected; SGLang would crash in the embedding lookup."""
-    status, text = status_of(server, body(input_ids=[*prompt(before), token, 5]))
-    assert status == 400
-    assert f"input_ids is {token}; expected token ids of the model, 0 to {VOCABULARY - 1}" in text
-    assert_well(server)
-
-
-def test_bytes_that_are_no_json(server: Server) -> None:
-    for data in (b"", b"{", b"\xff" * 100, b"[" * 100_000):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        connection.request("POST", "/generate", data, {"Content-Type": "application/json"})
-        assert 400 <= connection.getresponse().status < 500
-        connection.close()
-    assert_well(server)
-
-
-def test_nothing_is_left_of_them(server: Server) -> None:
-    """No rejected request leaks blocks or slots; SGLang's leak check at idle would end the server."""
-    server.wait_idle()
-    server.flush()
-    server.wait_idle()
 
 
 # Server failures

@@ -175,12 +175,3 @@ def test_top_shows_what_happens_now(server: Server) -> None:
     with console.capture() as capture:
         console.print(frame(second, asked.url))
     assert re.search(r"hit rate now +42\.7 %", capture.get()), f"not 256 of 600 tokens: {capture.get()}"
-
-
-def test_top_says_why_it_shows_nothing(server: Server) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        closed = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    for url, words in ((closed, "no server answers at"), ("nonsense", "is not the address of a server")):
-        shown = command("top", url, "--once")
-        assert shown.returncode == 1 and words in shown.stderr and not shown.stdout
-        assert len(shown.stderr.strip().splitlines()) == 1

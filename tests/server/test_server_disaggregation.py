@@ -126,13 +126,6 @@ def test_a_decode_server_that_is_full(servers: Disaggregated, oracle: Oracle) ->
     assert_right_though_full(servers, oracle)
 
 
-def test_abort_while_decoding(servers: Disaggregated, oracle: Oracle) -> None:
-    answer = servers.begin(prompt(200, seed=6), 500, 3, rid="decoding")
-    servers.post("/abort_request", {"rid": "decoding"})
-    assert len(answer().tokens) < 500
-    servers.wait_idle()
-
-
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracle, side: str) -> None:
     """A request that only one of the servers receives leaves nothing behind when it is aborted."""

@@ -14,62 +14,6 @@ from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from torch.nn import functional as F
 
 
-def hyper_connection_weights(
-    mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, streams: int, iterations: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split mixing logits into the weights that collapse, place and mix the residual streams.
-
-    Args:
-        mixes: [T, (2 + streams) * streams] fp32 logits.
-        scale: [3] fp32 scales of the three parts.
-        base: [(2 + streams) * streams] fp32 biases.
-        streams: number of residual streams.
-        iterations: Sinkhorn rounds. The first round starts from a row softmax.
-        eps: added to the weights and their sums.
-
-    Returns:
-        `pre` [T, streams], `post` [T, streams] and the doubly stochastic `comb` [T, streams, streams].
-    """
-    pre_logits, post_logits, comb_logits = mixes.split([streams, streams, streams * streams], dim=-1)
-    pre_base, post_base, comb_base = base.split([streams, streams, streams * streams])
-    pre = torch.sigmoid(pre_logits * scale[0] + pre_base) + eps
-    post = 2 * torch.sigmoid(post_logits * scale[1] + post_base)
-    comb = (comb_logits * scale[2] + comb_base).unflatten(-1, (streams, streams)).softmax(-1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return pre, post, comb
-
-
-def hyper_connection_pre(
-    x: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    *,
-    iterations: int,
-    norm_eps: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collapse the residual streams into the input of a sublayer.
-
-    Args:
-        x: [T, streams, hidden] residual streams.
-        fn: [(2 + streams) * streams, streams * hidden] projection to the mixing logits.
-        scale: [3] fp32, as in `hyper_connection_weights`.
-        base: [(2 + streams) * streams] fp32, as in `hyper_connection_weights`.
-        iterations: Sinkhorn rounds.
-        norm_eps: epsilon of the RMS norm of the streams.
-        eps: as in `hyper_connection_weights`.
-
-    Returns:
-        The input [T, hidden] in the dtype of `x`, and `post` and `comb` for `hyper_connection_post`.
-    """
-    pre, post, comb = hyper_connection_mixes(x, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
-    return collapse(x, pre), post, comb
-
-
 def hyper_connection_mixes(
     x: torch.Tensor,
     fn: torch.Tensor,
@@ -80,23 +24,32 @@ def hyper_connection_mixes(
     norm_eps: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the `hyper_connection_weights` of residual streams.
+    """Compute the weights that collapse, place and mix the residual streams.
 
     Args:
         x: [T, streams, hidden] residual streams.
         fn: [(2 + streams) * streams, streams * hidden] projection to the mixing logits.
-        scale: [3] fp32, as in `hyper_connection_weights`.
-        base: [(2 + streams) * streams] fp32, as in `hyper_connection_weights`.
-        iterations: Sinkhorn rounds.
+        scale: [3] fp32 scales of the three parts of the logits.
+        base: [(2 + streams) * streams] fp32 biases.
+        iterations: Sinkhorn rounds. The first round starts from a row softmax.
         norm_eps: epsilon of the RMS norm of the streams.
-        eps: as in `hyper_connection_weights`.
+        eps: added to the weights and their sums.
 
     Returns:
-        `pre`, `post` and `comb`, as `hyper_connection_weights`.
+        `pre` [T, streams], `post` [T, streams] and the doubly stochastic `comb` [T, streams, streams].
     """
-    flat = x.flatten(1).float()
-    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    return hyper_connection_weights(F.linear(flat, fn.float()) * inverse_rms, scale, base, x.shape[1], iterations, eps)
+    streams, flat = x.shape[1], x.flatten(1).float()
+    logits = F.linear(flat, fn.float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    parts = [streams, streams, streams * streams]
+    pre, post, comb = (
+        part * factor + bias for part, factor, bias in zip(logits.split(parts, dim=-1), scale, base.split(parts))
+    )
+    comb = comb.unflatten(-1, (streams, streams)).softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), comb
 
 
 def collapse(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -167,14 +167,10 @@ class _Tree:
         if not values:
             return {}
         tokens = torch.cat([value for _, value in values]).cpu()
-        blocks, sizes = tokens[::BLOCK] // BLOCK, [len(value) for _, value in values]
-        if not any(size % BLOCK for size in sizes) and torch.equal(tokens, _tokens_of(blocks)):
-            counts = [size // BLOCK for size in sizes]
-            return {node_id: part.tolist() for (node_id, _), part in zip(values, blocks.split(counts))}
         pages = {}
-        for (node_id, _), indices in zip(values, tokens.split(sizes)):
+        for (node_id, _), indices in zip(values, tokens.split([len(value) for _, value in values])):
             blocks = indices[::BLOCK] // BLOCK
-            if not torch.equal(indices, _tokens_of(blocks)):
+            if not torch.equal(indices, (blocks[:, None] * BLOCK + torch.arange(BLOCK)).ravel()):
                 text = f"its {place} is not a list of whole blocks of {BLOCK} tokens"
                 self.wrong.append(Finding(f"node {node_id}", text))
             pages[node_id] = blocks.tolist()
@@ -257,11 +253,12 @@ class _Tree:
 
     # Owners of blocks and snapshots
 
-    def claim(self, blocks: Pool, snapshots: Pool) -> None:
-        for node_id, pages in self.pages.items():
+    def claim(self, blocks: Pool, snapshots: Pool, place: str = "value") -> None:
+        """Register the tree as the owner of what its nodes have on the device (`value`) or the host (`host_value`)."""
+        for node_id, pages in (self.pages if place == "value" else self._pages(place)).items():
             blocks.claim(CACHED, f"node {node_id}", pages)
         for node in self.nodes:
-            if (value := self._data(node)[1].value) is not None:
+            if (value := getattr(self._data(node)[1], place)) is not None:
                 snapshots.claim(CACHED, f"node {node.id}", value.tolist())
 
     def host_pools(self) -> list[Pool]:
@@ -272,11 +269,7 @@ class _Tree:
         snapshots = Pool("host snapshot", range(of_snapshots.page_num))
         for pool, rows in ((blocks, of_blocks), (snapshots, of_snapshots)):
             pool.claim(FREE, "the free list", rows.free_rows())
-        for node_id, of_node in self._pages("host_value").items():
-            blocks.claim(CACHED, f"node {node_id}", of_node)
-        for node in self.nodes:
-            if (value := self._data(node)[1].host_value) is not None:
-                snapshots.claim(CACHED, f"node {node.id}", value.tolist())
+        self.claim(blocks, snapshots, "host_value")
         for pool, rows, indices in zip((blocks, snapshots), (of_blocks, of_snapshots), self._fetched()):
             under_way = [i for part in indices if part is not None for i in rows.rows_of(part).tolist()]
             # A fetch may have freed rows already that it does not need any more.
@@ -374,11 +367,6 @@ def _of_fetch(prefetch: Any) -> Any:
     if compat.FREES_ROWS_IN_USE and prefetch.host_indices is not None and operation.pool_transfers_done:
         return prefetch.host_indices[: operation.completed_tokens]
     return prefetch.host_indices
-
-
-def _tokens_of(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the token indices of blocks."""
-    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).ravel()
 
 
 def _waiting(queue: Queue[Any]) -> list[Any]:

@@ -287,7 +287,7 @@ def clear(folder: Path, names: Sequence[str] = ()) -> tuple[list[StoredFile], li
 def is_stale(file: StoredFile) -> bool:
     """Return True if a file can be removed without loss: no server can read it again, and no process is writing it."""
     if file.state == TEMPORARY:
-        return time.time() - file.used_at > STALE_SECONDS
+        return time.time() - file.used_at > STALE_SECONDS  # noqa: TID251  (a file outlives a server)
     return file.state in ORPHANS
 
 
@@ -299,7 +299,7 @@ def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = N
         names: also remove unused pages with these model names.
         unused_days: also remove unused pages that were last written or read at least this many days ago.
     """
-    before = -float("inf") if unused_days is None else time.time() - 86400 * unused_days
+    before = -float("inf") if unused_days is None else time.time() - 86400 * unused_days  # noqa: TID251
     removed = []
     for file in stored_files(folder):
         unused = file.state == UNUSED and (file.name in names or file.used_at <= before)

@@ -33,10 +33,7 @@ def activate(context: ServerContext, server_args: Any) -> None:
     sglang_contract.require([*sglang_contract.flag_differences(), *sglang_contract.hook_differences(hooks)])
     _set_environment(config)
     _declare_state()
-    _register_backend()
-    _register_prefix_cache(context.options.snapshot_interval)
-    if server_args.enable_hierarchical_cache:
-        _register_host_cache(context.options, server_args.hicache_storage_backend)
+    _register_caches(context.options, server_args)
     _apply(hooks)
     _register_model()
     warn_of_release()
@@ -82,31 +79,25 @@ def _declare_state() -> None:
         )
 
 
-def _register_backend() -> None:
+def _register_caches(options: Options, server_args: Any) -> None:
+    """Register the attention backend, the prefix cache and, if used, the host cache and its storages."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    from dsv4_sglang.srt.attention.backend_v41 import backend_class
-
-    register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
-
-
-def _register_prefix_cache(interval: int) -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
+    from dsv4_sglang.srt.attention.backend_v41 import backend_class
     from dsv4_sglang.srt.prefix_cache.cache import build_prefix_cache
 
-    register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=interval))
+    register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
+    register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=options.snapshot_interval))
+    if server_args.enable_hierarchical_cache:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
+        from dsv4_sglang.srt.host_cache.storage import register_storages
+        from dsv4_sglang.srt.host_cache.transfers import HostStack
 
-def _register_host_cache(options: Options, storage: str | None) -> None:
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
-
-    from dsv4_sglang.srt.host_cache.storage import register_storages
-    from dsv4_sglang.srt.host_cache.transfers import HostStack
-
-    register_stack_strategy(HostStack(options.max_snapshots, options.host_snapshots))
-    if storage is not None:
-        register_storages()
+        register_stack_strategy(HostStack(options.max_snapshots, options.host_snapshots))
+        if server_args.hicache_storage_backend is not None:
+            register_storages()
 
 
 def _apply(hooks: tuple[Hook, ...]) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from packaging.version import Version
 
@@ -139,73 +140,55 @@ class Override(NamedTuple):
     reason: str
 
 
+def _overridden(base: str, ours: str, **reasons: str) -> Iterator[Override]:
+    """Yield the methods of a class that are overridden, each with its reason."""
+    return (Override(base, ours, method, reason) for method, reason in reasons.items())
+
+
 _IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
-_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-_TREE, _HOST_CACHE = (
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
-    "dsv4_sglang.srt.host_cache.cache.HostPrefixCache",
-)
 OVERRIDES = (
-    Override(
+    *_overridden(
         _IN_TREE + "DeepseekV4DecoderLayer",
         _MODEL + "DecoderLayer",
-        "_build_self_attn",
-        "SGLang's layer builds its attention here, which this package replaces",
+        _build_self_attn="SGLang's layer builds its attention here, which this package replaces",
     ),
-    Override(
+    *_overridden(
         # Since 0.5.23 no layer has it on a GPU.
         _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if IS_0_5_23 else "DeepseekV4DecoderLayer"),
         _MODEL + "DecoderLayer",
-        "_run_moe_ffn_dp_sync",
-        "SGLang has GPU kernels only for the experts of a layer",
+        _run_moe_ffn_dp_sync="SGLang has GPU kernels only for the experts of a layer",
     ),
-    Override(
+    *_overridden(
         "sglang.srt.models.deepseek_v4_dspark.DSparkV4Stage",
         "dsv4_sglang.srt.models.deepseek_v4_dspark.Stage",
-        "_build_self_attn",
-        "the same applies to a stage of DSPARK's draft model",
+        _build_self_attn="the same applies to a stage of DSPARK's draft model",
     ),
-    Override(
+    *_overridden(
         _IN_TREE + "DeepseekV4ForCausalLM",
         _MODEL + "DeepseekV4ForCausalLM",
-        "_prewarm_mhc_kernels",
-        "it compiles GPU kernels, which do not exist on a CPU",
+        _prewarm_mhc_kernels="it compiles GPU kernels, which do not exist on a CPU",
     ),
-    Override(
+    *_overridden(
         "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
         "dsv4_sglang.srt.prefix_cache.component.SnapshotComponent",
-        "_evict_device_next_node",
-        "it evicts snapshots if live slots are short, which frees no live slot",
+        _evict_device_next_node="it evicts snapshots if live slots are short, which frees no live slot",
     ),
-    Override(
-        _TREE,
-        _HOST_CACHE,
-        "_execute_and_commit_kv_backup",
-        "SGLang copies a node to the host at each insertion; here snapshots are saved, most valuable first",
+    *_overridden(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+        "dsv4_sglang.srt.host_cache.cache.HostPrefixCache",
+        _execute_and_commit_kv_backup="SGLang saves every inserted node; here the most valuable snapshots are first",
+        _evict_device_leaf="with write_back it saves blocks behind the last snapshot, from which no request can resume",
     ),
-    Override(
-        _TREE,
-        _HOST_CACHE,
-        "_evict_device_leaf",
-        "with write_back it saves blocks behind the last snapshot, from which no request can resume",
-    ),
-    Override(
-        _CONTROLLER,
+    *_overridden(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController",
         "dsv4_sglang.srt.host_cache.transfers.TransferController",
-        "_generate_storage_config",
-        "all processes of a group hold the same bytes, and one writes them; SGLang assumes that for its own pools only",
+        _generate_storage_config="one process writes what all of a group hold; SGLang assumes that for its own pools",
+        _page_backup="each save would log a warning while the folder of a storage is missing",
     ),
-    Override(
-        _CONTROLLER,
-        "dsv4_sglang.srt.host_cache.transfers.TransferController",
-        "_page_backup",
-        "each save would log a warning while the folder of a storage is missing",
-    ),
-    Override(
+    *_overridden(
         "sglang.srt.mem_cache.storage.file.lru_file_evictor.LRUFileEvictor",
         "dsv4_sglang.srt.host_cache.storage.FolderEvictor",
-        "_scan_existing_files",
-        "it counts the pages of one name, but the limit applies to the whole folder",
+        _scan_existing_files="it counts the pages of one name, but the limit applies to the whole folder",
     ),
 )
 
@@ -235,22 +218,16 @@ def applied_hooks() -> set[str]:
     return HookRegistry._patched
 
 
-def _flag_fields() -> tuple[Iterable[Any], object]:
-    """Return the fields of SGLang's ServerArgs, and the marker of a missing default. ServerArgs is a dataclass in
-    0.5.17 and a msgspec structure in 0.5.23."""
+def flag_defaults() -> dict[str, Any]:
+    """Return the default of each field of SGLang's ServerArgs. It is None for the model path, which has no default.
+
+    ServerArgs is a dataclass in 0.5.17 and a msgspec structure in 0.5.23.
+    """
     from sglang.srt.server_args import ServerArgs
 
-    if IS_0_5_23:
-        import msgspec
-
-        return msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
-    return dataclasses.fields(ServerArgs), dataclasses.MISSING
-
-
-def flag_defaults() -> dict[str, Any]:
-    """Return the default of each field of SGLang's ServerArgs. It is None for the model path, which has no default."""
+    fields: Iterable[Any] = msgspec.structs.fields(ServerArgs) if IS_0_5_23 else dataclasses.fields(ServerArgs)
+    missing = msgspec.NODEFAULT if IS_0_5_23 else dataclasses.MISSING
     defaults: dict[str, Any] = {}
-    fields, missing = _flag_fields()
     for field in fields:
         if field.name.startswith("_"):  # SGLang's own notes
             continue
@@ -511,24 +488,11 @@ def inserted_before(length: int) -> dict[str, Any]:
     return {"inserted_len": length} if IS_0_5_23 else {"chunked": True}
 
 
-class _Queue:
-    """Events in order, before 0.5.23."""
-
-    def __init__(self) -> None:
-        self._events: list[Any] = []
-
-    def add(self, event: Any) -> None:
-        self._events.append(event)
-
-    def take(self) -> list[Any]:
-        events, self._events = self._events, []
-        return events
-
-
 def event_queue(block: int) -> Any:
     """A queue of KV events (`add`, `take`). Since 0.5.23 it joins those of blocks that follow each other."""
     if not IS_0_5_23:
-        return _Queue()
+        events: deque[Any] = deque()
+        return SimpleNamespace(add=events.append, take=lambda: [events.popleft() for _ in range(len(events))])
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
     recorder = KVCacheEventRecorder(enabled=True, page_size=block)
@@ -592,28 +556,24 @@ def evicted_layers(*arguments: Any, **named: Any) -> Any:
     return named.get("target", next((a for a in arguments if isinstance(a, EvictLayer)), EvictLayer.DEVICE))
 
 
-def _collector() -> list[list[Any]]:
-    """Return the list of follow-up actions of an eviction, which functions of the tree take since 0.5.23."""
-    return [[]] if IS_0_5_23 else []
-
-
-def _settle(cache: Any, device: Any, host: Any, collected: list[list[Any]]) -> None:
+@contextmanager
+def _freed_after(cache: Any) -> Iterator[tuple[Any, ...]]:
+    """Context manager: yield the arguments in which functions of the tree collect what they free. It is freed at the
+    end. Since 0.5.23 they also collect follow-up actions."""
+    device: dict[Any, list[Any]] = defaultdict(list)
+    host: dict[Any, list[Any]] = defaultdict(list)
+    actions: list[Any] = []
+    yield (device, host, actions) if IS_0_5_23 else (device, host)
     cache._free_values(device, host)
-    for actions in collected:
-        cache._apply_cache_actions(actions)
+    cache._apply_cache_actions(actions)
 
 
 def evict_from_device(component: Any, node: Any) -> None:
     """Evict what `component` has on a tree node from the device. Other components of the node stay."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
-    device: dict[Any, list[Any]] = defaultdict(list)
-    host: dict[Any, list[Any]] = defaultdict(list)
-    collected = _collector()
-    component.tree_core._evict_component_and_detach_lru(
-        node, component, device, host, *collected, target=EvictLayer.DEVICE
-    )
-    _settle(component.cache, device, host, collected)
+    with _freed_after(component.cache) as freed:
+        component.tree_core._evict_component_and_detach_lru(node, component, *freed, target=EvictLayer.DEVICE)
 
 
 def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
@@ -622,16 +582,13 @@ def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     core = cache.tree_core
-    device: dict[Any, list[Any]] = defaultdict(list)
-    host: dict[Any, list[Any]] = defaultdict(list)
-    collected = _collector()
-    if node in core.evictable_host_leaves:
-        core._evict_host_leaf(node, defaultdict(int), device, host, *collected)
-    else:
-        for component in components:
-            core._evict_component_and_detach_lru(node, component, device, host, *collected, target=EvictLayer.HOST)
-        core._update_evictable_leaf_sets(node)
-    _settle(cache, device, host, collected)
+    with _freed_after(cache) as freed:
+        if node in core.evictable_host_leaves:
+            core._evict_host_leaf(node, defaultdict(int), *freed)
+        else:
+            for component in components:
+                core._evict_component_and_detach_lru(node, component, *freed, target=EvictLayer.HOST)
+            core._update_evictable_leaf_sets(node)
 
 
 def host_pool_group(entries: list[Any]) -> Any:

@@ -19,7 +19,7 @@ from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, STORAGES, on_grid
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.memory.sizing import state_demand
+from dsv4_sglang.srt.memory.sizing import require_snapshots
 
 # Variable with the folder of a storage. Without it, all servers of a machine share a folder.
 STORAGE_FOLDERS = {
@@ -169,6 +169,11 @@ def _rejected_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
     if args.disaggregation_mode != "null":
         reason = f"with --disaggregation-mode {args.disaggregation_mode} it has not been tested"
         yield "--enable-memory-saver", reason
+    if args.cuda_graph_config is not None and args.cuda_graph_config.prefill.backend == "breakable":
+        reason = (
+            "SGLang cannot release the memory of breakable graphs; give disabled, or leave one of the two flags out"
+        )
+        yield "--cuda-graph-backend-prefill breakable with --enable-memory-saver", reason
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
@@ -216,13 +221,12 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     untested = "with DeepSeek-V4.1 it has not been tested"
     if args.device != "cpu":
         yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
-    for field in ("speculative_algorithm", "enable_hierarchical_cache", "enable_dp_attention"):
-        if value := getattr(args, field):
-            yield _named(field, value), untested
-    if args.disaggregation_mode != "null":
-        yield _named("disaggregation_mode", args.disaggregation_mode), untested
-    if args.tp_size > 1:
-        yield _named("tp_size", args.tp_size), f"{untested}; give 1"
+    for field, served in (
+        *(("speculative_algorithm", None), ("enable_hierarchical_cache", False), ("enable_dp_attention", False)),
+        *(("disaggregation_mode", "null"), ("tp_size", 1)),
+    ):
+        if (value := getattr(args, field)) != served:
+            yield _named(field, value), f"{untested}; leave it out"
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "rows of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
@@ -270,7 +274,7 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
     prefix_cache = not args.disable_radix_cache and args.disaggregation_mode != "decode"
     if prefix_cache and args.max_running_requests is not None and options.max_snapshots is not None:
         running = args.max_running_requests // _attention_ranks(args)
-        state_demand(running, step_tokens=BLOCK, default=0, max_snapshots=options.max_snapshots)
+        require_snapshots(options.max_snapshots, running)
 
 
 def reject_resolved(args: Any) -> None:

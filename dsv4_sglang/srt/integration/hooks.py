@@ -6,6 +6,7 @@ from those of the hook.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,28 +29,31 @@ class Hook(NamedTuple):
     """A changed function of SGLang.
 
     Attributes:
-        target: qualified name. Empty if the installed release needs no hook.
-        kind: AROUND (the hook gets the original as first parameter), REPLACE or BEFORE.
-        function: the hook.
+        target: qualified name.
+        function: the hook. It wraps the target if its first parameter is `original`, and replaces it otherwise.
         reason: why SGLang's function does not work with this cache.
-        cpu_only: the hook is applied only if the server runs on a CPU.
     """
 
     target: str
-    kind: HookType
     function: Callable[..., Any]
     reason: str
-    cpu_only: bool = False
+
+    @property
+    def kind(self) -> HookType:
+        """The kind of the hook in SGLang's registry."""
+        first = next(iter(inspect.signature(self.function).parameters), None)
+        return HookType.AROUND if first == "original" else HookType.REPLACE
+
+
+def _because(reason: str, *hooks: tuple[str, Callable[..., Any]]) -> tuple[Hook, ...]:
+    """Return hooks with the same reason. A target is empty if the installed release needs no hook."""
+    return tuple(Hook(target, function, reason) for target, function in hooks if target)
 
 
 # Hooks of the option `integrity_check`.
-INTEGRITY_CHECK = (
-    Hook(
-        SRT + "managers.scheduler.Scheduler.get_internal_state",
-        HookType.AROUND,
-        integrity.add_reports,
-        "/server_info is the only request of SGLang that reaches all processes and returns their answers",
-    ),
+INTEGRITY_CHECK = _because(
+    "/server_info is the only request of SGLang that reaches all processes and returns their answers",
+    (SRT + "managers.scheduler.Scheduler.get_internal_state", integrity.add_reports),
 )
 
 
@@ -65,459 +69,290 @@ def always_cache(self: Any, req: Any, result: Any, i: int) -> bool:
 
 def hooks_of(context: ServerContext, on_cpu: bool) -> tuple[Hook, ...]:
     """Return the hooks of a server."""
-    table = (
-        Hook(
-            SRT + "arg_groups.overrides.collect_model_override_declarations",
-            HookType.AROUND,
-            context.declarations,
+    return (
+        *_because(
             "the cache needs pages of 128 tokens and its own backend; other flags are rejected before loading",
+            (SRT + "arg_groups.overrides.collect_model_override_declarations", context.declarations),
         ),
-        Hook(
-            compat.FLAGS_RESOLVED,
-            HookType.AROUND,
-            context.resolved,
+        *_because(
             "flags that SGLang derives from others are checked after it has resolved them",
+            (compat.FLAGS_RESOLVED, context.resolved),
         ),
-        Hook(
-            compat.ALLOW_EXTRA_BUFFER,
-            HookType.AROUND,
-            context.extra_buffer,
+        *_because(
             "snapshots are taken into extra slots, which SGLang allows for a fixed list of architectures only",
+            (compat.ALLOW_EXTRA_BUFFER, context.extra_buffer),
         ),
-        Hook(
-            SRT + "configs.model_config.is_hybrid_swa_model",
-            HookType.AROUND,
-            context.is_hybrid_swa,
+        *_because(
             "window entries are part of the state of a request, not pages of a second pool",
+            (SRT + "configs.model_config.is_hybrid_swa_model", context.is_hybrid_swa),
         ),
-        Hook(
-            SRT + "model_executor.model_runner_components.attention_backend_setup.attn_backend_wrapper",
-            HookType.AROUND,
-            keep_backend,
+        *_because(
             "one backend serves all layers, but SGLang would wrap it in its dispatcher for linear-attention layers",
+            (SRT + "model_executor.model_runner_components.attention_backend_setup.attn_backend_wrapper", keep_backend),
         ),
-        Hook(
-            compat.CHOOSE_STATE_SLOTS,
-            HookType.AROUND,
-            context.state_slots,
+        *_because(
             "memory is first given to state slots of running requests and to snapshots, not divided by a fixed ratio",
+            (compat.CHOOSE_STATE_SLOTS, context.state_slots),
         ),
-        Hook(
-            compat.SLOTS_OF_A_REQUEST,
-            HookType.AROUND,
-            context.slots_of_request,
+        *_because(
             "the limit of running requests is given, and the slots were chosen for it",
+            (compat.SLOTS_OF_A_REQUEST, context.slots_of_request),
         ),
-        Hook(
-            SRT + "model_executor.pool_configurator.create_memory_pool_configurator",
-            HookType.AROUND,
-            context.pool_configurator,
+        *_because(
             "the pool size depends on the bytes of a block, and must hold a request of the context length",
+            (SRT + "model_executor.pool_configurator.create_memory_pool_configurator", context.pool_configurator),
         ),
-        Hook(
-            compat.BUILD_REQUEST_POOL,
-            HookType.AROUND,
-            context.request_pool,
-            "requests use the state slots of this cache",
+        *_because(
+            "requests use the state slots of this cache, including those that arrive at a decode server",
+            (compat.BUILD_REQUEST_POOL, context.request_pool),
+            (compat.BUILD_DECODE_REQUEST_POOL, context.request_pool),
         ),
-        Hook(
-            compat.BUILD_KV_POOL,
-            HookType.AROUND,
-            context.kv_pool,
+        *_because(
             "token slots are addresses in the blocks of this cache",
+            (compat.BUILD_KV_POOL, context.kv_pool),
         ),
-        Hook(
-            SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend",
-            HookType.AROUND,
-            snapshot_schedule.prepare_for_extend,
+        *_because(
             "a prefill step takes several snapshots of a request, SGLang's only one",
+            (SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend", snapshot_schedule.prepare_for_extend),
         ),
-        Hook(
-            SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
-            HookType.AROUND,
-            snapshot_schedule.pass_plan_to_backend,
+        *_because(
             "the backend needs the scheduler's plan of the snapshots of a prefill step",
+            (SRT + "model_executor.forward_batch_info.ForwardBatch.init_new", snapshot_schedule.pass_plan_to_backend),
         ),
-        Hook(
-            SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_replay_locally",
-            HookType.AROUND,
-            prefill_graphs.fits,
+        *_because(
             "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly",
+            (
+                SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_replay_locally",
+                prefill_graphs.fits,
+            ),
         ),
-        Hook(
-            compat.TRACK_REQUEST,
-            HookType.REPLACE,
-            snapshot_schedule.plan_request,
+        *_because(
             "snapshots are taken at other lengths than in SGLang, into slots of the snapshot pool",
+            (compat.TRACK_REQUEST, snapshot_schedule.plan_request),
         ),
-        Hook(
-            SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs",
-            HookType.REPLACE,
-            snapshot_schedule.plan_decode,
+        *_because(
             "a decoding request keeps one rolling snapshot instead of two alternating slots",
+            (SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs", snapshot_schedule.plan_decode),
         ),
-        Hook(
-            SRT + "speculative.spec_utils.spec_prepare_for_decode",
-            HookType.AROUND,
-            snapshot_schedule.plan_verify,
+        *_because(
             "a verify step needs slots for the rolling snapshots that it may pass, and cannot allocate them itself",
+            (SRT + "speculative.spec_utils.spec_prepare_for_decode", snapshot_schedule.plan_verify),
         ),
-        Hook(
-            SRT + "speculative.draft_utils.DraftBackendFactory.create_decode_backend",
-            HookType.AROUND,
-            speculation.decode_backends,
+        *_because(
             "the draft model's steps use the window rings of this cache; SGLang supports a fixed list of backends",
+            (SRT + "speculative.draft_utils.DraftBackendFactory.create_decode_backend", speculation.decode_backends),
+            (
+                SRT + "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
+                speculation.extend_backend,
+            ),
         ),
-        Hook(
-            SRT + "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
-            HookType.AROUND,
-            speculation.extend_backend,
-            "the same applies to the draft model's step after a verify step",
-        ),
-        Hook(
-            compat.CAPTURE_DRAFT_GRAPHS,
-            HookType.AROUND,
-            speculation.capture_graphs,
+        *_because(
             "SGLang records that step in a CUDA graph for its own backends only",
+            (compat.CAPTURE_DRAFT_GRAPHS, speculation.capture_graphs),
         ),
-        Hook(
-            compat.DRAFT_EXTEND,
-            HookType.AROUND,
-            speculation.take_snapshots,
+        *_because(
             "snapshots of a verify step are complete after the draft model has processed the accepted tokens",
+            (compat.DRAFT_EXTEND, speculation.take_snapshots),
         ),
-        Hook(
-            compat.DRAFT_KV_POOL,
-            HookType.REPLACE,
-            speculation.no_draft_pool,
+        *_because(
             "the state slot contains the draft model's state; SGLang would save or send the shared pool twice",
+            (compat.DRAFT_KV_POOL, speculation.no_draft_pool),
         ),
-        Hook(
-            compat.DSPARK_BACKEND,
-            HookType.AROUND,
-            compat.with_dspark_backend(BACKEND),
+        *_because(
             "DSPARK's stages use the window rings of this cache; SGLang would select the backend of its own pool",
+            (compat.DSPARK_BACKEND, compat.with_dspark_backend(BACKEND)),
         ),
-        Hook(
-            compat.WRITE_CONTEXT,
-            HookType.REPLACE,
-            speculation.write_context,
+        *_because(
             "the context of DSPARK's stages is stored in the window rings, and completes the snapshots of a step",
+            (compat.WRITE_CONTEXT, speculation.write_context),
         ),
-        Hook(
-            compat.MAY_CACHE_FINISHED,
-            HookType.REPLACE,
-            always_cache,
+        *_because(
             "a finished request is inserted up to its last snapshot; SGLang would insert a state with all drafts",
+            (compat.MAY_CACHE_FINISHED, always_cache),
         ),
-        Hook(
-            SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
-            HookType.AROUND,
-            snapshot_schedule.recheck_queue,
+        *_because(
             "memory becomes free when a save to the host ends, and a chunked prompt already has its slot; SGLang would "
             "let the next request wait until another one ends",
+            (SRT + "managers.scheduler.Scheduler.get_new_batch_prefill", snapshot_schedule.recheck_queue),
         ),
-        Hook(
-            SRT + "managers.schedule_batch.ScheduleBatch.release_req",
-            HookType.AROUND,
-            snapshot_schedule.retract_for_memory,
+        *_because(
             "a retraction that frees memory must be told from one of all requests",
+            (SRT + "managers.schedule_batch.ScheduleBatch.release_req", snapshot_schedule.retract_for_memory),
         ),
-        Hook(
-            SRT + "managers.schedule_batch.release_kv_cache",
-            HookType.AROUND,
-            snapshot_schedule.keep_on_retraction,
+        *_because(
             "a retracted request resumes from its last snapshot if that is still cached; SGLang recomputes its answer",
+            (SRT + "managers.schedule_batch.release_kv_cache", snapshot_schedule.keep_on_retraction),
         ),
-        Hook(
-            SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-            HookType.AROUND,
-            request_validation.check_fields,
+        *_because(
             "SGLang accepts sampling parameters of any type, and some types crash one of its processes",
+            (
+                SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+                request_validation.check_fields,
+            ),
         ),
-        Hook(
-            compat.SEND_TO_SCHEDULER,
-            HookType.AROUND,
-            request_validation.check_message,
+        *_because(
             "a message that the scheduler cannot decode, or a value out of bounds such as a token id, crashes it",
+            (compat.SEND_TO_SCHEDULER, request_validation.check_message),
         ),
-        Hook(
-            compat.LOGPROBS_OF_TOKENS,
-            HookType.AROUND,
-            compat.tensors_of_logprobs,
+        *_because(
             "the server crashes if a request with token_ids_logprob is decoded together with one without",
+            (compat.LOGPROBS_OF_TOKENS, compat.tensors_of_logprobs),
         ),
-        Hook(
-            SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
-            HookType.AROUND,
-            tokenizer_workers.share_plugins,
+        *_because(
             "the workers of --tokenizer-worker-num accept requests but do not load SGLang's plugins",
+            (SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer", tokenizer_workers.share_plugins),
         ),
-        Hook(
-            "uvicorn.supervisors.multiprocess.Multiprocess.__init__",
-            HookType.AROUND,
-            tokenizer_workers.keep_quit_handler,
+        *_because(
             "uvicorn would ignore SIGQUIT, with which a failing scheduler ends the server",
+            ("uvicorn.supervisors.multiprocess.Multiprocess.__init__", tokenizer_workers.keep_quit_handler),
         ),
         *sleep_hooks(),
         *namespace_hooks(),
-        Hook(
-            SRT + "layers.dp_attention.dp_gather_partial",
-            HookType.REPLACE,
-            collectives.gather_replicated,
+        *_because(
             "the output of attention is already summed over an attention rank; SGLang would sum it again",
+            (SRT + "layers.dp_attention.dp_gather_partial", collectives.gather_replicated),
         ),
-        Hook(
-            SRT + "layers.dp_attention.dp_gather_replicate",
-            HookType.AROUND,
-            collectives.gather_from_copy,
+        *_because(
             "SGLang clears its input, for example token ids, in all but one process of an attention rank",
+            (SRT + "layers.dp_attention.dp_gather_replicate", collectives.gather_from_copy),
         ),
-        Hook(
-            compat.LOGITS_OF_RANKS,
-            HookType.AROUND,
-            collectives.logits_of_ranks,
+        *_because(
             "a draft model's prefill has one row per request, but SGLang exchanges one per requested log-probability",
+            (compat.LOGITS_OF_RANKS, collectives.logits_of_ranks),
         ),
         *(INTEGRITY_CHECK if context.options.integrity_check else ()),
         *disaggregation_hooks(context),
-        Hook(
-            SRT + "managers.scheduler.Scheduler.init_model_worker",
-            HookType.AROUND,
-            build_or_reject,
+        *_because(
             "a server that does not fit into memory ends with one line instead of SGLang's traceback",
+            (SRT + "managers.scheduler.Scheduler.init_model_worker", build_or_reject),
         ),
-        Hook(
-            SRT + "managers.scheduler.Scheduler.get_init_info",
-            HookType.BEFORE,
-            context.started,
+        *_because(
             "last call before a scheduler reports ready: check the classes of pools, tree, backend and model, and "
             "start the watchdog of loads from the host cache",
+            (SRT + "managers.scheduler.Scheduler.get_init_info", context.started),
         ),
-        Hook(
-            compat.VALIDATE_EXTRA_BUFFER,
-            HookType.REPLACE,
-            without_gpu.accept,
-            "SGLang requires a GPU here, because its own models of this kind have GPU kernels only",
-            cpu_only=True,
-        ),
-        Hook(
-            compat.CONFIGURE_POOLS,
-            HookType.AROUND,
-            context.pools_on_cpu,
-            "SGLang rejects an FP8 KV cache without AMX, which only its own kernels need",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
-            HookType.REPLACE,
-            without_gpu.keep_kv_heads,
-            "SGLang replicates KV heads until every process has one; here all processes share a single head",
-            cpu_only=True,
-        ),
-        Hook(
-            compat.RESOLVE_DSPARK,
-            HookType.AROUND,
-            speculation.resolve_dspark_on_cpu,
-            "SGLang requires a GPU here, although it has PyTorch code for DSPARK",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "speculative.dflash_utils.validate_dflash_request",
-            HookType.AROUND,
-            speculation.validate_on_cpu,
-            "SGLang verifies sampled drafts with GPU kernels only, and the server would crash",
-            cpu_only=True,
-        ),
-        Hook(
-            "torch.Tensor.record_stream",
-            HookType.REPLACE,
-            without_gpu.ignore_stream,
-            "DSPARK's worker records CUDA streams, which do not exist on a CPU",
-            cpu_only=True,
-        ),
-        Hook(
-            compat.COLLAPSE_STREAMS,
-            HookType.REPLACE,
-            collapse_flat,
-            "V4.1 collapses its residual streams with it after the last layer; SGLang has a GPU kernel only",
-            cpu_only=True,
-        ),
-        Hook(
-            compat.ALLOCATE_GRAMMAR_MASK,
-            HookType.REPLACE,
-            grammar.allocate_mask,
-            "SGLang pins host memory here, which needs a GPU",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-            HookType.REPLACE,
-            grammar.apply_mask_of_grammar,
-            "SGLang has GPU kernels only, and the server would crash",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
-            HookType.REPLACE,
-            grammar.apply_mask,
-            "the same applies to the mask of a model that is thinking, which has no grammar",
-            cpu_only=True,
-        ),
-        Hook(
-            "torch.get_device_module",
-            HookType.AROUND,
-            without_gpu.device_module,
-            "without an argument SGLang expects the model's device, but a CUDA build of torch returns CUDA",
-            cpu_only=True,
-        ),
-        Hook(
-            "torch.Tensor.pin_memory",
-            HookType.REPLACE,
-            without_gpu.keep_pageable,
-            "ScheduleBatch.prepare_for_decode pins host memory, which needs a GPU",
-            cpu_only=True,
-        ),
-        Hook(
-            "torch.tensor",
-            HookType.AROUND,
-            without_gpu.make_pageable_tensor,
-            "ForwardBatch.prepare_mlp_sync_batch of DP attention pins host memory, which needs a GPU",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "distributed.parallel_state.inplace_all_reduce",
-            HookType.REPLACE,
-            collectives.sum_token_ids,
-            "DP attention gathers token ids with it, and SGLang's version needs a GPU",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
-            HookType.REPLACE,
-            collectives.all_gather,
-            "DP attention gathers tokens with it, and SGLang's version needs a GPU",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor",
-            HookType.REPLACE,
-            collectives.reduce_scatter,
-            "DP attention with several processes per rank gathers tokens with it, and SGLang's version needs a GPU",
-            cpu_only=True,
-        ),
+        *(cpu_hooks(context) if on_cpu else ()),
     )
-    return tuple(hook for hook in table if hook.target and (on_cpu or not hook.cpu_only))
 
 
 def sleep_hooks() -> tuple[Hook, ...]:
     """Return the hooks of sleep, wake-up and weight updates."""
     updater = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     return (
-        Hook(
-            updater + "release_memory_occupation",
-            HookType.AROUND,
-            sleep.release_memory,
+        *_because(
             "the host cache keeps the released data, and requests wait; SGLang would end a server that is not idle",
+            (updater + "release_memory_occupation", sleep.release_memory),
         ),
-        Hook(
-            updater + "resume_memory_occupation",
-            HookType.AROUND,
-            sleep.resume_memory,
+        *_because(
             "after wake-up the memory of the pools has undefined contents, so it is initialised again",
+            (updater + "resume_memory_occupation", sleep.resume_memory),
         ),
-        Hook(
-            SRT + "managers.scheduler.Scheduler.continue_generation",
-            HookType.AROUND,
-            sleep.keep_paused,
+        *_because(
             "a step would crash the server while its memory is released",
+            (SRT + "managers.scheduler.Scheduler.continue_generation", sleep.keep_paused),
         ),
-        *(
-            Hook(
-                updater + f"update_weights_from_{way}",
-                HookType.AROUND,
-                sleep.update_weights,
-                "results of the old weights must not be served; SGLang keeps stored pages, and flushes only on request",
-            )
-            for way in ("disk", "distributed", "tensor", "ipc")
-        ),
-        Hook(
-            compat.END_WEIGHT_UPDATE,
-            HookType.AROUND,
-            sleep.end_update,
-            "the same applies to weights that were updated without SGLang, and to steps during the update",
+        *_because(
+            "results of the old weights must not be served; SGLang keeps stored pages, and flushes only on request",
+            *(
+                (updater + f"update_weights_from_{way}", sleep.update_weights)
+                for way in ("disk", "distributed", "tensor", "ipc")
+            ),
+            (compat.END_WEIGHT_UPDATE, sleep.end_update),
         ),
     )
 
 
 def namespace_hooks() -> tuple[Hook, ...]:
     """Return the hooks that separate the tenants of a storage."""
-    return (
-        Hook(
-            compat.HASH_PAGES,
-            HookType.AROUND,
-            namespaces.hash_pages,
-            "keys of stored pages are hashes of tokens only, so tenants would share pages",
-        ),
-        Hook(
-            compat.LOOK_UP_PAGES,
-            HookType.AROUND,
-            namespaces.look_up,
-            "a lookup needs the tenant; SGLang takes it from the parent node, and the root has none",
-        ),
-        Hook(
-            compat.PREFETCH_NAMESPACE,
-            HookType.AROUND,
-            namespaces.of_anchor,
-            "SGLang asks for the tenant here",
-        ),
+    return _because(
+        "keys of stored pages are hashes of tokens only, so tenants would share pages; the root has no tenant",
+        (compat.HASH_PAGES, namespaces.hash_pages),
+        (compat.LOOK_UP_PAGES, namespaces.look_up),
+        (compat.PREFETCH_NAMESPACE, namespaces.of_anchor),
     )
 
 
 def disaggregation_hooks(context: ServerContext) -> tuple[Hook, ...]:
     """Return the hooks of disaggregated prefill and decode servers."""
     return (
-        Hook(
-            compat.BUILD_DECODE_REQUEST_POOL,
-            HookType.AROUND,
-            context.decode_request_pool,
-            "requests on a decode server use the state slots of this cache, including arriving requests",
-        ),
-        Hook(
-            SRT + "disaggregation.utils.is_mla_backend",
-            HookType.AROUND,
-            disaggregation.is_mla,
+        *_because(
             "an entry is key and value at once; SGLang would take half of the buffers as keys and the others as values",
+            (SRT + "disaggregation.utils.is_mla_backend", disaggregation.is_mla),
         ),
-        Hook(
-            SRT + "disaggregation.common.conn.CommonKVManager.__init__",
-            HookType.BEFORE,
-            context.name_cache,
+        *_because(
             "both servers must have the same cache layout; SGLang compares --kv-cache-dtype only",
+            (SRT + "disaggregation.common.conn.CommonKVManager.__init__", context.name_cache),
         ),
-        Hook(
-            SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
-            HookType.AROUND,
-            disaggregation.reject_other_caches,
+        *_because(
             "if the caches differ, only the affected requests must fail, not the decode server",
+            (
+                SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+                disaggregation.reject_other_caches,
+            ),
         ),
-        Hook(
-            SRT + "disaggregation.common.conn.CommonKVReceiver.__init__",
-            HookType.AROUND,
-            disaggregation.record_failure_reason,
+        *_because(
             "the process that detects a rejected request may not be the one that answers it",
+            (SRT + "disaggregation.common.conn.CommonKVReceiver.__init__", disaggregation.record_failure_reason),
         ),
-        Hook(
-            compat.KV_SENDER,
-            HookType.AROUND,
-            disaggregation.allow_pageable_indices,
-            "SGLang copies block indices to pinned memory, which needs a GPU",
-            cpu_only=True,
-        ),
-        Hook(
-            SRT + "managers.scheduler.Scheduler.update_running_batch",
-            HookType.AROUND,
-            disaggregation.finish_step_before_retraction,
+        *_because(
             "a decode server copies the state of retracted requests to the host, but a running step changes it",
+            (SRT + "managers.scheduler.Scheduler.update_running_batch", disaggregation.finish_step_before_retraction),
+        ),
+    )
+
+
+def cpu_hooks(context: ServerContext) -> tuple[Hook, ...]:
+    """Return the hooks of a server on a CPU."""
+    return (
+        *_because(
+            "SGLang requires a GPU here, because its own models of this kind have GPU kernels only",
+            (compat.VALIDATE_EXTRA_BUFFER, without_gpu.accept),
+        ),
+        *_because(
+            "SGLang rejects an FP8 KV cache without AMX, which only its own kernels need",
+            (compat.CONFIGURE_POOLS, context.pools_on_cpu),
+        ),
+        *_because(
+            "SGLang replicates KV heads until every process has one; here all processes share a single head",
+            (SRT + "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", without_gpu.keep_kv_heads),
+        ),
+        *_because(
+            "SGLang requires a GPU here, although it has PyTorch code for DSPARK",
+            (compat.RESOLVE_DSPARK, speculation.resolve_dspark_on_cpu),
+        ),
+        *_because(
+            "SGLang verifies sampled drafts with GPU kernels only, and the server would crash",
+            (SRT + "speculative.dflash_utils.validate_dflash_request", speculation.validate_on_cpu),
+        ),
+        *_because(
+            "DSPARK's worker records CUDA streams, which do not exist on a CPU",
+            ("torch.Tensor.record_stream", without_gpu.ignore_stream),
+        ),
+        *_because(
+            "V4.1 collapses its residual streams with it after the last layer; SGLang has a GPU kernel only",
+            (compat.COLLAPSE_STREAMS, collapse_flat),
+        ),
+        *_because(
+            "SGLang pins host memory, for example in ScheduleBatch.prepare_for_decode, which needs a GPU",
+            (compat.ALLOCATE_GRAMMAR_MASK, grammar.allocate_mask),
+            ("torch.Tensor.pin_memory", without_gpu.keep_pageable),
+            ("torch.tensor", without_gpu.make_pageable_tensor),
+            (compat.KV_SENDER, disaggregation.allow_pageable_indices),
+        ),
+        *_because(
+            "SGLang has GPU kernels only, and the server would crash",
+            (SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", grammar.apply_mask_of_grammar),
+            # The mask of a model that is thinking, which has no grammar.
+            (SRT + "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask", grammar.apply_mask),
+        ),
+        *_because(
+            "without an argument SGLang expects the model's device, but a CUDA build of torch returns CUDA",
+            ("torch.get_device_module", without_gpu.device_module),
+        ),
+        *_because(
+            "DP attention gathers tokens and their ids with it, and SGLang's version needs a GPU",
+            (SRT + "distributed.parallel_state.inplace_all_reduce", collectives.sum_token_ids),
+            (SRT + "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor", collectives.all_gather),
+            (SRT + "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor", collectives.reduce_scatter),
         ),
     )

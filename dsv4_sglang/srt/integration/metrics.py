@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,25 +103,24 @@ HOST_METRICS = (
 )
 
 
-class _Series(dict[tuple[str, str], Any]):
-    """Prometheus objects by metric name and label value."""
+def _series(metrics: tuple[Metric, ...], rank: int) -> dict[tuple[str, str], Any]:
+    """Create Prometheus objects. Return them by metric name and label value."""
+    # SGLang sets PROMETHEUS_MULTIPROC_DIR before this import; the library reads it when it is imported.
+    from prometheus_client import Counter, Gauge, Histogram
 
-    def __init__(self, metrics: tuple[Metric, ...], rank: int) -> None:
-        # SGLang sets PROMETHEUS_MULTIPROC_DIR before this import; the library reads it when it is imported.
-        from prometheus_client import Counter, Gauge, Histogram
-
-        for metric in metrics:
-            labels = [RANK_LABEL, *([metric.label] if metric.label else [])]
-            arguments = (PREFIX + metric.name, metric.text, labels)
-            family: Any
-            if metric.kind == COUNTER:
-                family = Counter(*arguments)
-            elif metric.kind == GAUGE:
-                family = Gauge(*arguments, multiprocess_mode="mostrecent")
-            else:
-                family = Histogram(*arguments, buckets=metric.buckets)
-            for value in metric.values:
-                self[metric.name, value] = family.labels(str(rank), *([value] if metric.label else []))
+    kinds: dict[str, Callable[..., Any]] = {
+        COUNTER: Counter,
+        GAUGE: partial(Gauge, multiprocess_mode="mostrecent"),
+        HISTOGRAM: Histogram,
+    }
+    series = {}
+    for metric in metrics:
+        buckets = {"buckets": metric.buckets} if metric.buckets else {}
+        labels = [RANK_LABEL, *filter(None, [metric.label])]
+        family = kinds[metric.kind](PREFIX + metric.name, metric.text, labels, **buckets)
+        for value in metric.values:
+            series[metric.name, value] = family.labels(str(rank), *([value] if metric.label else []))
+    return series
 
 
 class CacheMetrics:
@@ -141,9 +140,9 @@ class CacheMetrics:
         self._pools: tuple[HostBlocks, HostSnapshots] | None = None
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._logged_at, self._logged = time.monotonic(), 0.0
-        self._series: Mapping[tuple[str, str], Any] = {}
+        self._series: dict[tuple[str, str], Any] = {}
         if enabled and not silent:
-            self._series = _Series((*METRICS, *(HOST_METRICS if host else ())), rank)
+            self._series = _series((*METRICS, *(HOST_METRICS if host else ())), rank)
             self._series["build_info", __version__].set(1)
         slots.timer.finished = partial(self.add, "snapshot_copy_seconds")
         slots.waits.finished = partial(self.add, "host_wait_seconds")
@@ -259,12 +258,10 @@ class CopyTimer:
     On CPU operations are synchronous, so the timer reads the clock.
     """
 
-    # Callback that receives the seconds of each completed block.
-    finished: Callable[[float], None] | None = None
-
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = str(device).startswith("cuda")
-        self._seconds = 0.0
+        # Callback that receives the seconds of each completed block.
+        self.finished: Callable[[float], None] = lambda seconds: None
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -274,7 +271,7 @@ class CopyTimer:
         if not self._cuda:
             begin = time.perf_counter()
             yield
-            self._add(time.perf_counter() - begin)
+            self.finished(time.perf_counter() - begin)
             return
         self.poll()
         pair = self._idle.pop() if self._idle else (_event(), _event())
@@ -283,22 +280,12 @@ class CopyTimer:
         pair[1].record(*stream)
         self._open.append(pair)
 
-    def seconds(self) -> float:
-        """Return the total time of all blocks that have completed."""
-        self.poll()
-        return self._seconds
-
     def poll(self) -> None:
         """Read the blocks that have completed."""
         while self._open and self._open[0][1].query():
             pair = self._open.popleft()
-            self._add(pair[0].elapsed_time(pair[1]) / 1e3)
+            self.finished(pair[0].elapsed_time(pair[1]) / 1e3)
             self._idle.append(pair)
-
-    def _add(self, seconds: float) -> None:
-        self._seconds += seconds
-        if self.finished is not None:
-            self.finished(seconds)
 
 
 def _event() -> torch.cuda.Event:

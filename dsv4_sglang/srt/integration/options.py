@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration.launch_error import LaunchError
@@ -41,14 +41,17 @@ class Options:
                 f"dsv4_sglang option snapshot_interval is {self.snapshot_interval}; "
                 f"expected a positive multiple of {BLOCK}, the tokens of a block"
             )
-        if self.max_snapshots is not None and self.max_snapshots < 0:
-            raise LaunchError(f"dsv4_sglang option max_snapshots is {self.max_snapshots}; expected 0 or more")
-        if self.host_snapshots is not None and self.host_snapshots < 1:
-            raise LaunchError(f"dsv4_sglang option host_snapshots is {self.host_snapshots}; expected 1 or more")
-        if self.host_load_timeout_seconds < 1:
-            raise LaunchError(
-                f"dsv4_sglang option host_load_timeout_seconds is {self.host_load_timeout_seconds}; expected 1 or more"
-            )
+        for name, least in (("max_snapshots", 0), ("host_snapshots", 1), ("host_load_timeout_seconds", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise LaunchError(f"dsv4_sglang option {name} is {value}; expected {least} or more")
+
+
+def _is_valid(hint: Any, value: object) -> bool:
+    """Return True if an option may have a value: a choice of a `Literal`, or exactly one of the types of `hint`."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return type(value) in (get_args(hint) or (hint,))
 
 
 def _describe() -> str:
@@ -59,10 +62,9 @@ def _describe() -> str:
 def _expected(hint: Any) -> str:
     if hint is bool:
         return "true | false"
-    choices = get_args(hint)
-    if choices and all(isinstance(c, str) for c in choices):
-        return " | ".join(json.dumps(c) for c in choices)
-    return "whole number or null" if type(None) in choices else "whole number"
+    if get_origin(hint) is Literal:
+        return " | ".join(map(json.dumps, get_args(hint)))
+    return "whole number or null" if get_args(hint) else "whole number"
 
 
 def parse(values: object) -> Options:
@@ -79,15 +81,7 @@ def parse(values: object) -> Options:
             near = [f"did you mean {match}? " for match in get_close_matches(name, hints, 1)]
             said = f"unknown dsv4_sglang option {json.dumps(name)}; {''.join(near)}"
             raise LaunchError(f"{said}valid options: {_describe()}")
-        choices = get_args(hints[name])
-        if hints[name] is bool:
-            valid = isinstance(value, bool)
-        elif choices and all(isinstance(c, str) for c in choices):
-            valid = value in choices if isinstance(value, str) else False
-        else:
-            number = isinstance(value, int) and not isinstance(value, bool)
-            valid = number or (value is None and type(None) in choices)
-        if not valid:
+        if not _is_valid(hints[name], value):
             raise LaunchError(f"dsv4_sglang option {name} is {json.dumps(value)}; expected {_expected(hints[name])}")
     return Options(**values)
 

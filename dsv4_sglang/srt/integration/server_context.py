@@ -19,7 +19,7 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.integration.startup_check import check_started
 from dsv4_sglang.srt.memory.configurator import BlockConfigurator
-from dsv4_sglang.srt.memory.served_layout import layout_of
+from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, demand_of, memory_after_slots, table
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ServerContext:
                 # DSPARK has a stage for each layer of the served model that it reads.
                 draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
             self.model = compat.model_config(configurator.model_config.hf_config)
-            self.layout = layout_of(
+            self.layout = served_layout(
                 self.model,
                 configurator.kv_cache_dtype,
                 self.options,
@@ -162,51 +162,28 @@ class ServerContext:
             configurator.kv_cache_dtype = dtype
 
     def request_pool(
-        self, original: Callable[..., Any], configurator: Any, *, max_num_reqs: int, extra_max_context_len: int
-    ) -> Any:
-        """Build the request pool of a server that prefills."""
-        from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
-
-        return self._make_request_pool(
-            StateReqToTokenPool,
-            configurator,
-            size=max_num_reqs,
-            extra_max_context_len=extra_max_context_len,
-            mamba_spec_state_size=max_num_reqs,
-        )
-
-    def decode_request_pool(
         self,
         original: Callable[..., Any],
         configurator: Any,
         *,
         max_num_reqs: int,
         extra_max_context_len: int,
-        pre_alloc_size: int,
+        **of_decode: int,
     ) -> Any:
-        """Build the request pool of a decode server, with `pre_alloc_size` slots for arriving requests."""
-        from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
-
-        return self._make_request_pool(
-            DecodeStateReqToTokenPool,
-            configurator,
-            size=max_num_reqs,
-            extra_max_context_len=extra_max_context_len,
-            pre_alloc_size=pre_alloc_size,
-            speculative_num_draft_tokens=None,
-        )
-
-    def _make_request_pool(
-        self, kind: Callable[..., Any], configurator: Any, *, size: int, extra_max_context_len: int, **more: Any
-    ) -> Any:
+        """Build the request pool. `of_decode`: the slots for arriving requests of a decode server."""
         from sglang.srt.runtime_context import get_exec, get_schedule
 
-        from dsv4_sglang.srt.memory.pools import StateParams
+        from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
+        from dsv4_sglang.srt.memory.pools import StateParams, StateReqToTokenPool
 
         layout, demand = self.layout_for(configurator), self.demand
         assert demand is not None, "state slots are chosen before pools are built"
+        kind: Callable[..., Any] = StateReqToTokenPool
+        more: dict[str, int | None] = {"mamba_spec_state_size": max_num_reqs}
+        if of_decode:
+            kind, more = DecodeStateReqToTokenPool, {**of_decode, "speculative_num_draft_tokens": None}
         return kind(
-            size=size,
+            size=max_num_reqs,
             mamba_size=get_schedule().max_mamba_cache_size,
             max_context_len=configurator.model_config.context_len + extra_max_context_len,
             device=configurator.device,
@@ -244,17 +221,16 @@ class ServerContext:
         self.pool = CacheKVPool(compressed, req_to_token_pool.mamba_pool)
         return self.pool
 
-    def started(self, scheduler: Any) -> None:
+    def started(self, original: Callable[..., Any], scheduler: Any) -> Any:
         """Check the classes of a scheduler before it reports ready, and start the watchdog of loads."""
         from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 
         check_started(scheduler)
         if isinstance(scheduler.tree_cache, HostPrefixCache):
             scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
+        return original(scheduler)
 
-    def name_cache(
-        self, manager: Any, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
-    ) -> None:
+    def name_cache(self, original: Callable[..., None], manager: Any, args: Any, *arguments: Any, **named: Any) -> None:
         """Append the name of the cache layout to the KV cache dtype, which both servers of a transfer compare."""
         from sglang.srt.runtime_context import get_parallel
 
@@ -264,3 +240,4 @@ class ServerContext:
         assert isinstance(self.model, DSV4Config)
         name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"
+        original(manager, args, *arguments, **named)

@@ -14,37 +14,8 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 
 
-def layout_of(
-    config: DSV4Config | V41Config,
-    kv_cache_dtype: torch.dtype,
-    options: Options,
-    device: str | torch.device,
-    *,
-    draft_tokens: int,
-    draft_layers: int,
-) -> CacheLayout:
-    """Return the layout of a model. V4 has options (see `served_layout`); V4.1 has the formats of its training only.
-
-    Args:
-        config: configuration of the model.
-        kv_cache_dtype: resolved --kv-cache-dtype.
-        options: options of this package.
-        device: device of the cache.
-        draft_tokens: tokens of a request in a verify step, 0 without speculation.
-        draft_layers: layers of the draft model.
-    """
-    if isinstance(config, V41Config):
-        return v41_layout(
-            v41_schedule(config, draft_layers),
-            torch.device(device),
-            draft_tokens=draft_tokens,
-            draft_layers=draft_layers,
-        )
-    return served_layout(config, kv_cache_dtype, options, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
-
-
 def served_layout(
-    config: DSV4Config,
+    config: DSV4Config | V41Config,
     kv_cache_dtype: torch.dtype,
     options: Options,
     device: str | torch.device,
@@ -53,12 +24,12 @@ def served_layout(
     draft_tokens: int = 0,
     draft_layers: int = 0,
 ) -> CacheLayout:
-    """Return the layout of a V4 model.
+    """Return the layout of a model. V4.1 has the formats of its training only.
 
     Args:
         config: configuration of the model.
-        kv_cache_dtype: resolved --kv-cache-dtype, the KV format unless the option `entry_format` selects fp32.
-        options: options of this package.
+        kv_cache_dtype: resolved --kv-cache-dtype, the KV format of V4 unless the option `entry_format` selects fp32.
+        options: options of this package, with the formats of V4.
         device: device of the cache.
         sm100: as in `CacheLayout`, to describe the layout of a GPU that is not present.
         draft_tokens: tokens of a request in a verify step, 0 without speculation.
@@ -68,6 +39,10 @@ def served_layout(
     Raises:
         ValueError: the dtype is not supported, or raw HCA state is combined with speculation.
     """
+    device = torch.device(device)
+    if isinstance(config, V41Config):
+        schedule = v41_schedule(config, draft_layers)
+        return v41_layout(schedule, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
     if options.entry_format == "fp32":
         rows = KVFormat.FP32
     elif kv_cache_dtype == torch.float8_e4m3fn:
@@ -79,7 +54,7 @@ def served_layout(
     return CacheLayout.build(
         config,
         build_schedule(config, draft_layers),
-        torch.device(device),
+        device,
         kv_format=rows,
         key_format=options.indexer_format,
         hca_state=options.hca_state,

@@ -37,41 +37,15 @@ class StateDemand:
         return (self.slots + 1) * layout.slot_bytes + self.snapshots * layout.snapshot_bytes
 
 
-def default_snapshots(layout: CacheLayout, running: int, available: int) -> int:
-    """Return the default number of snapshots.
-
-    It is what fits into SNAPSHOT_SHARE of the memory, but at least two per running request: the one that it resumed
-    from and its latest.
-
-    Args:
-        layout: layout of the cache.
-        running: maximum number of running requests.
-        available: bytes that the weights leave for the cache.
-    """
-    return max(2 * running, int(SNAPSHOT_SHARE * available) // layout.snapshot_bytes)
-
-
-def state_demand(running: int, *, step_tokens: int, default: int, max_snapshots: int | None) -> StateDemand:
-    """Compute the slots and snapshots of a server with a prefix cache.
-
-    Args:
-        running: maximum number of running requests.
-        step_tokens: maximum number of tokens of a prefill step.
-        default: snapshots without the option `max_snapshots`.
-        max_snapshots: the option of this name.
-
-    Raises:
-        LaunchError: there are too few snapshots for the running requests.
-    """
-    least = 2 * running
-    snapshots = default if max_snapshots is None else max_snapshots
-    if snapshots < least:
+def require_snapshots(snapshots: int, running: int) -> None:
+    """Raise LaunchError if there are less than two snapshots for each running request: the one that it resumed from and
+    its latest."""
+    if snapshots < 2 * running:
         raise LaunchError(
             f"dsv4_sglang option max_snapshots is {snapshots}; {running} running requests "
-            f"(--max-running-requests) need at least {least}: raise it, lower --max-running-requests, or give "
+            f"(--max-running-requests) need at least {2 * running}: raise it, lower --max-running-requests, or give "
             f"--disable-radix-cache"
         )
-    return StateDemand(running, max(1, min(MAX_STAGING, step_tokens // BLOCK)), snapshots)
 
 
 def demand_of(
@@ -86,6 +60,9 @@ def demand_of(
     prefix_cache: bool = True,
 ) -> StateDemand:
     """Compute the slots and snapshots of one process.
+
+    By default there are as many snapshots as fit into SNAPSHOT_SHARE of the memory, but at least two per running
+    request.
 
     Args:
         layout: layout of the cache.
@@ -110,8 +87,10 @@ def demand_of(
     available = int(available_gib * GIB)
     if max_total_tokens:
         available = min(available, int(max_total_tokens * layout.token_bytes))
-    default = default_snapshots(layout, running, available)
-    return state_demand(running, step_tokens=step_tokens, default=default, max_snapshots=max_snapshots)
+    default = max(2 * running, int(SNAPSHOT_SHARE * available) // layout.snapshot_bytes)
+    snapshots = default if max_snapshots is None else max_snapshots
+    require_snapshots(snapshots, running)
+    return StateDemand(running, max(1, min(MAX_STAGING, step_tokens // BLOCK)), snapshots)
 
 
 def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: float) -> float:
@@ -135,12 +114,6 @@ def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: 
     return available_gib - needed
 
 
-def tokens_in_bytes(layout: CacheLayout, available: int) -> int:
-    """Return the tokens that fit into `available` bytes: whole blocks, less SGLang's dummy block and one for the
-    padding of tables."""
-    return max(0, available // layout.block_bytes - 2) * BLOCK
-
-
 def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:
     """Raise LaunchError if a pool cannot hold one request of the context length.
 
@@ -161,7 +134,8 @@ def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: 
 
 
 def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int:
-    """Return the number of tokens of the block pool.
+    """Return the number of tokens of the block pool: whole blocks, less SGLang's dummy block and one for the padding of
+    tables.
 
     Args:
         layout: layout of the cache.
@@ -171,7 +145,7 @@ def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int
     Raises:
         LaunchError: one request of the context length does not fit.
     """
-    tokens = tokens_in_bytes(layout, available)
+    tokens = max(0, available // layout.block_bytes - 2) * BLOCK
     memory = f"the {available / GIB:.2f} GiB that weights and state slots leave hold"
     require_context(layout, tokens, context_len, memory)
     return tokens

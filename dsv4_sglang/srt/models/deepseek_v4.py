@@ -421,7 +421,7 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
     def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.on_cpu:
             return super().hc_pre(x, hc_fn, hc_scale, hc_base, *args, **kwargs)
-        collapsed = torch_layers.hyper_connection_pre(
+        pre, post, comb = torch_layers.hyper_connection_mixes(
             x,
             hc_fn,
             hc_scale,
@@ -430,7 +430,7 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
             norm_eps=self.rms_norm_eps,
             eps=self.hc_eps,
         )
-        return *collapsed, False
+        return torch_layers.collapse(x, pre), post, comb, False
 
     def hc_post(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         if not self.on_cpu:
