@@ -27,7 +27,7 @@ from dsv4_sglang.cache.v41 import V41Kind, V41LayerSchema
 from dsv4_sglang.formats.index_keys import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
-from dsv4_sglang.ops.reference import append_v41, read, read_v41
+from dsv4_sglang.ops.reference import chunks, read, read_v41
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.standalone import V41Cache
 
@@ -440,7 +440,7 @@ def test_a_ring_that_is_one_row_short_is_seen(monkeypatch):
     monkeypatch.setattr(V41LayerSchema, "ring_rows", 127)
     with pytest.raises(ValueError, match="ring has 127 rows per slot; expected at least 128"):
         random_requests(0)
-    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    monkeypatch.setattr(chunks, "check", lambda *arguments: None)
     breaks(r"layer 0 \(window\)")
 
 
@@ -448,13 +448,13 @@ def test_a_ring_short_for_drafts_is_seen(monkeypatch):
     """The ring has one row less than 127 plus the step's tokens. The step's last token overwrites a row that its first
     token still sees."""
     monkeypatch.setattr(V41LayerSchema, "ring_rows", 130)
-    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    monkeypatch.setattr(chunks, "check", lambda *arguments: None)
     breaks(r"layer 0 \(window\)", lambda: test_drafts_are_rolled_back(5))
 
 
 def test_a_tail_short_for_drafts_is_seen(monkeypatch):
     monkeypatch.setattr("dsv4_sglang.cache.v41.pair_rows", lambda d: 2)
-    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    monkeypatch.setattr(chunks, "check", lambda *arguments: None)
     breaks(r"layer 1 \(full\)", lambda: test_drafts_are_rolled_back(5))
 
 
