@@ -12,6 +12,7 @@ PLANS = {
     "uneven": [7, 1, 1, 30, 5, 64, 3, 2, 1, 50, 39, 97],
     "around a block": [127, 1, 1, 127, 2, 42],
     "long then short": [130, 126, 1, 43],
+    "short then long": [126, 1, 1, 172],
     "short and odd": [3, 2, 2, 2, 3, 5, 110, 2, 126, 2, 43],
 }
 CASES = [(0, "raw"), (4, "raw"), (128, "raw"), (128, "online")]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config as HFConfig
 
-from dsv4_sglang.model import AttentionType, DSV4Config, FFNType, LayerSpec, RouterMode, build_schedule
+from dsv4_sglang.model import AttentionType, DSV4Config, FFNType, RouterMode, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
@@ -168,11 +168,6 @@ def test_wrong_layer_type_is_named() -> None:
 def test_attention_type_of_unknown_ratio() -> None:
     with pytest.raises(ValueError, match="ratio 2"):
         AttentionType.from_ratio(2)
-
-
-def test_layer_spec_by_keyword() -> None:
-    spec = LayerSpec(layer_idx=5, attn=CSA, ffn=FFNType.MOE, router_mode=RouterMode.DENSE)
-    assert (spec.layer_idx, spec.attn, spec.ffn, spec.router_mode) == (5, CSA, FFNType.MOE, RouterMode.DENSE)
 
 
 def test_rope_frequencies() -> None:

@@ -1,7 +1,5 @@
 """Tests of the oracle: transformers' masks, tables and cache match SPEC, and the fake quantisers are right."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
@@ -172,14 +170,6 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
     packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), KeyFormat.MXFP4)
     differ = (index_keys.dequantise_keys(packed, scales) != mxfp4_keys(keys)).float().mean()
     assert differ < 1e-4  # The two transforms add in different orders, which can move a value across a rounding edge.
-
-
-def test_fp8_rows_keep_the_rope_dims_and_lose_little(tmp_path: Path) -> None:
-    x = torch.randn(200, 512, generator=torch.Generator().manual_seed(5))
-    y = fp8_entries(x)
-    assert torch.equal(y[:, 448:], x[:, 448:].bfloat16().float())
-    error = (y - x)[:, :448].norm(dim=1) / x[:, :448].norm(dim=1)
-    assert 0.02 < error.mean() < 0.03  # SPEC 7.1: 0.0266
 
 
 def test_the_gap_of_the_selection(oracle: Oracle, prompt: list[int]) -> None:

@@ -7,8 +7,6 @@ import torch
 from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention
 
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
-from dsv4_sglang.model.geometry import state_rows
-from dsv4_sglang.ops.reference.append import CSA_RATIO
 from dsv4_sglang.ops.rope import rope_table, rotate
 from dsv4_sglang.testing.quantise import round_e2m1
 
@@ -48,13 +46,6 @@ def entry_table(layer: Layer, slot: int, count: int) -> torch.Tensor:
 
 
 # 8.2 RoPE
-
-
-def test_rope_frequencies_are_those_of_the_specification():
-    f = frequencies(4)
-    for i, value in {0: 1.0, 15: 3.635539e-3, 20: 2.969778e-4, 25: 5.372312e-6, 31: 5.680529e-7}.items():
-        assert f[i].item() == pytest.approx(value, rel=1e-6)
-    assert frequencies(0)[31].item() == pytest.approx(10000 ** (-62 / 64), rel=1e-6)
 
 
 def test_rotation_is_undone_by_the_inverse_and_touches_the_last_64_dims_only():
@@ -118,47 +109,6 @@ def test_visibility_off_by_one_fails(ratio, monkeypatch):
 
 
 # 8.6 window
-
-
-def test_ring_holds_the_last_128_rows_and_chunks_longer_than_it_are_right():
-    attention, x = make_attention(0), inputs(428)
-    layer = Layer(attention, 0)
-    got = torch.cat([layer.step({1: x[a:b]}, TABLE)[1] for a, b in ((0, 126), (126, 127), (127, 128), (128, 428))])
-    assert relative(got, hf_forward(attention, x)) < 1e-5
-    fresh = Layer(attention, 0)
-    fresh.step({1: x[300:]}, TABLE)
-    positions = torch.arange(300, 428)
-    kept = layer.ring[1, positions % 128, :448]
-    assert_same_rows(kept, fresh.ring[1, (positions - 300) % 128, :448])
-
-
-@pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_rings_of_more_rows_give_the_same_outputs(ratio):
-    """Outputs with R = 136 rows equal those with R = 128. Decode starts at 120 and wraps both rings, a chunk wraps
-    both, and a decode step follows. Reading a ring with the wrong size gives wrong outputs."""
-    attention, x = make_attention(ratio), inputs(300)
-    few, more, wrong = (Layer(attention, ratio, sizes=state_rows(d)) for d in (0, 8, 8))
-    for begin, end, decode in [(0, 120, False), *((t, t + 1, True) for t in range(120, 160)), (160, 299, False)]:
-        outputs = [layer.step({1: x[begin:end]}, TABLE, decode)[1] for layer in (few, more, wrong)]
-        assert relative(outputs[1], outputs[0]) < 1e-6, begin
-    wrong.sizes = state_rows(0)
-    right, misread = (layer.step({1: x[299:]}, TABLE, decode=True)[1] for layer in (more, wrong))
-    assert relative(right, few.step({1: x[299:]}, TABLE, decode=True)[1]) < 1e-6
-    assert not relative(misread, right) < 0.1
-
-
-def test_writing_the_ring_before_reading_it_would_be_wrong():
-    """A prefill step reads its workspace because early queries of a chunk need rows that its late tokens overwrite
-    (SPEC 6.4)."""
-    attention, x = make_attention(0), inputs(200)
-    layer = Layer(attention, 0)
-    layer.step({1: x[:128]}, TABLE)
-    before = layer.ring.clone()
-    right = layer.step({1: x[128:]}, TABLE)[1]
-    assert relative(right, hf_forward(attention, x)[128:]) < 1e-5
-    assert not torch.equal(before[1, :72], layer.ring[1, :72]), (
-        "the chunk replaced rows that its first query still sees"
-    )
 
 
 # 8.7 selection
@@ -354,31 +304,6 @@ def test_resuming_at_a_snapshot_equals_never_stopping(ratio, hca_state, at):
     got = layer.step({2: x[at:]}, shared)[2]
     assert relative(got, whole[at:]) < 1e-6
     assert relative(whole, hf_forward(attention, x)) < 1e-5
-
-
-def test_dropped_previous_rows_damage_exactly_the_next_entry():
-    attention, x, at = make_attention(4), inputs(390), 256
-    layer = Layer(attention, 4)
-    track = torch.full((390,), -1, dtype=torch.int32)
-    track[at - 128 : at] = 3
-    layer.step({1: x}, TABLE, track=track)
-    expected = entry_table(layer, 1, 97)
-    layer.compressor_state[3, 8:24] = 0.0
-    resume(layer, at, 3, 2)
-    layer.step({2: x[at:]}, TABLE)  # Entries before 64 belong to the first request.
-    ours = torch.cat([expected[:64], entry_table(layer, 2, 97)[64:]])
-    damaged = (ours - expected).norm(dim=-1) / expected.norm(dim=-1) > 1e-5
-    assert torch.nonzero(damaged).flatten().tolist() == [at // CSA_RATIO]
-
-
-def test_a_snapshot_that_is_shared_without_a_copy_is_damaged():
-    attention, x = make_attention(0), inputs(300)
-    layer = Layer(attention, 0)
-    layer.step({1: x[:128]}, TABLE)
-    resume(layer, 128, 1, 3)
-    kept = layer.ring[3].clone()
-    layer.step({1: x[128:200]}, TABLE)
-    assert torch.equal(layer.ring[3], kept) and not torch.equal(layer.ring[1], kept)
 
 
 # Quantised rows and keys against HF with the same fake quantisation
