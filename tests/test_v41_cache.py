@@ -128,8 +128,8 @@ def turned(x: Tensor, ratio: int, every: int = 1, back: bool = False) -> Tensor:
     turns = -turns.double() if back else turns
     cos, sin = turns.cos(), turns.sin()
     real, imaginary = x[..., -64::2], x[..., -63::2]
-    compressor_state = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
-    return torch.cat([x[..., :-64], compressor_state.to(x.dtype)], -1)
+    rotated = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
+    return torch.cat([x[..., :-64], rotated.to(x.dtype)], -1)
 
 
 def _entries(layer: Layer, ratio: int, request: int) -> tuple[Tensor, Tensor]:

@@ -109,6 +109,14 @@ class V41IndexCase:
             kept.copy_(moved[0])
         return rows.cpu()
 
+    def check(self, op: Callable, size: int, most: int, device: torch.device | str = "cpu") -> None:
+        """Check that `op` selects and chooses candidates as the reference."""
+        expected, got = self.candidates(most), self.candidates(most)
+        for kept, within in ((None, None), (expected, None), (None, expected)):
+            other = got if kept is expected else kept
+            assert torch.equal(self.select(size, kept, within), self.select(size, other, within, op, device))
+        assert torch.equal(expected, got)
+
     def entries(self, size: int, kept: Tensor | None = None, within: Tensor | None = None) -> list[list[int]]:
         """Return the entries that the op selects for each token."""
         chosen = []
