@@ -4,7 +4,9 @@ State is random bytes rather than the result of earlier steps. An op may only mo
 inputs, and every byte that it must not touch is compared too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,23 @@ def ops():
     """Return the ops with their CUDA implementations loaded."""
     extension.load()
     return torch.ops.dsv4_sglang
+
+
+def recorded(call: Callable[[], Any], warm_up: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Record `call` into a CUDA graph. Return the graph and what `call` returned.
+
+    With `warm_up` run it first on another stream, for kernels that are compiled or scheduled in their first call.
+    """
+    extension.load()
+    if warm_up:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 def bytes_like(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

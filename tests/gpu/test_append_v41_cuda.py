@@ -8,7 +8,7 @@ import itertools
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import MAX_SHARE, POSITIONS, ops
+from kernel_cases import MAX_SHARE, POSITIONS, ops, recorded
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401
@@ -167,10 +167,7 @@ def test_graph_replay():
         Case(2, [(1, n, 1), (2, n + 1, 1), (3, n + 7, 1)], decode=True, seed=seed) for seed, n in ((0, 8), (1, 40))
     )
     read, written = case.on(kernel_cases.DEVICE)
-    ops()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.run(torch.ops.dsv4_sglang, read, written)
+    graph, _ = recorded(lambda: case.run(torch.ops.dsv4_sglang, read, written))
     start = case.on(kernel_cases.DEVICE)[1]
     for name in ("kv", "compressor", "keys", "prefix_lens"):
         read[name].copy_(other.read[name])

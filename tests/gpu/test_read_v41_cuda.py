@@ -6,6 +6,7 @@ tests/test_v41_cache.py compares the reference with a dense computation, on the 
 import pytest
 import torch
 from attention_cases import assert_attends
+from kernel_cases import recorded
 from v41_attention_cases import v41_attend_case, v41_index_case
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
@@ -57,13 +58,7 @@ def test_in_a_graph():
         ops().index_topk_v41(*inputs, 8, None, kept, rows)
         return ops().attend_v41(*args)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = recorded(run, warm_up=True)
     for tensor, now in zip(args, two.v41_args("cuda")):
         if isinstance(tensor, torch.Tensor):
             tensor.copy_(now)
