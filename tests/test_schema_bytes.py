@@ -111,12 +111,6 @@ def test_allocations_equal_the_schema(config: DSV4Config, kv_format: str, key_fo
     assert manager.memory_bytes() == budget["bytes"]
     assert manager.state.memory_bytes() == 2 * budget["state_bytes"]
     assert sum(p.memory_bytes() for p in manager.paged_pools if p is not None) == 6 * budget["block_bytes"]
-    allocated = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in manager.state.tensors}
-    for pool in manager.paged_pools:
-        for table in (pool.entries, pool.index_keys) if pool is not None else ():
-            if table is not None:
-                allocated[table.untyped_storage().data_ptr()] = table.untyped_storage().nbytes()
-    assert sum(allocated.values()) == budget["bytes"]
 
 
 @MODELS

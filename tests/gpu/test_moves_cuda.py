@@ -41,22 +41,25 @@ def strided_copy(t: Tensor) -> Tensor:
     return copy
 
 
-@pytest.mark.parametrize("src, dst", [([1], [2]), ([0, 3, -1, 4, 5], [8, 7, 2, -1, 6]), ([], []), ([-1], [-1])])
-def test_copy_state(src, dst):
-    expected = state()
+def many_tensors() -> list[Tensor]:
+    """Return more tensors than one launch takes."""
+    return [torch.randn(1, 4, i + 1) for i in range(70)]
+
+
+@pytest.mark.parametrize(
+    "make, src, dst",
+    [
+        (state, [1], [2]),
+        (state, [0, 3, -1, 4, 5], [8, 7, 2, -1, 6]),
+        (state, [], []),
+        (state, [-1], [-1]),
+        (many_tensors, [1, 2], [3, 0]),
+    ],
+)
+def test_copy_state(make, src, dst):
+    expected = make()
     got = [strided_copy(t) for t in expected]
     pairs = torch.tensor(src, dtype=torch.int32), torch.tensor(dst, dtype=torch.int32)
-    torch.ops.dsv4_sglang.copy_state(*pairs, expected)
-    ops().copy_state(*(device(t) for t in pairs), got)
-    for i, (g, e) in enumerate(zip(got, expected)):
-        assert torch.equal(g.cpu(), e), f"tensor {i}"
-
-
-def test_copy_state_of_many_tensors():
-    """More tensors than one launch takes."""
-    expected = [torch.randn(1, 4, i + 1) for i in range(70)]
-    got = [device(t) for t in expected]
-    pairs = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
     torch.ops.dsv4_sglang.copy_state(*pairs, expected)
     ops().copy_state(*(device(t) for t in pairs), got)
     for i, (g, e) in enumerate(zip(got, expected)):
