@@ -251,25 +251,6 @@ def test_sparse_prefill(ratio, kv_format, monkeypatch):
         assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
 
 
-def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
-    monkeypatch.setattr(sparse_prefill, "MAX_GATHERED_PER_TOKEN", 10)
-    step = metadata.build_prefill(
-        req_pool_indices=torch.arange(1),
-        prefix_lens=torch.tensor([10000]),
-        chunk_lens=torch.tensor([100]),
-        positions=torch.arange(10000, 10100),
-        out_loc=torch.zeros(100, dtype=torch.int64),
-        req_to_token=torch.zeros(1, 12000, dtype=torch.int32),
-        state_slot_of_request=torch.arange(1),
-        track_slots=None,
-        track_lens=None,
-        top_k=8,
-        max_length=10100,
-    )
-    kernel = sparse_prefill.SparsePrefillAttention(8)
-    assert not kernel.begin_step(step, [10100])
-
-
 def schedule_in_turn(blocks: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:
     """Apply FlashMLA's rule block by block.
 

@@ -104,6 +104,10 @@ def test_visibility_off_by_one_fails(ratio, monkeypatch):
 # 8.7 selection
 
 
+def no_rotation(positions: int) -> torch.Tensor:
+    return rope_table(positions, torch.zeros(32))
+
+
 def random_keys(n: int, seed: int = 0):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(n, 128, generator=g)
@@ -115,8 +119,7 @@ def select(q, weights, keys, position: int, top: int, fill: float = 1e9):
     table = torch.full((blocks, 32, 128), fill)
     table.view(-1, 128)[: len(keys)] = keys
     out = torch.full((1, top), -7, dtype=torch.int32)
-    rope = torch.zeros(position + 1, 64)
-    rope[:, 0::2] = 1.0  # No rotation.
+    rope = no_rotation(position + 1)
     torch.ops.dsv4_sglang.index_topk(
         q[None], weights[None], table, torch.arange(blocks, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32),
         torch.tensor([position]), rope, KeyFormat.FP32.code, torch.empty(0), out,
@@ -152,13 +155,11 @@ def test_selection_with_negative_scores_and_exact_ties_prefers_lower_entries():
 @pytest.mark.parametrize("sink", [-1e4, -5.0, 0.0, 5.0, 1e4])
 def test_sink_is_added_once_to_the_denominator(sink):
     q, table, entries = torch.randn(1, 2, 512), torch.randn(1, 128, 512), torch.randn(4, 32, 512)
-    rope = torch.zeros(8, 64)
-    rope[:, 0::2] = 1.0
     w = torch.arange(128, dtype=torch.int32)[None]
     e = torch.tensor([[3, -1, 100, 64]], dtype=torch.int32)
     got = torch.ops.dsv4_sglang.attend(
         q, torch.full((2,), sink), table, w, torch.tensor([5], dtype=torch.int32), entries, e,
-        torch.tensor([3], dtype=torch.int32), torch.tensor([7]), rope, SCALE, KVFormat.FP32.code,
+        torch.tensor([3], dtype=torch.int32), torch.tensor([7]), no_rotation(8), SCALE, KVFormat.FP32.code,
     )  # fmt: skip
     keys = torch.cat([table[0, :5], entries.view(-1, 512)[[3, 100]]]).double()
     p = torch.cat([q[0].double() @ keys.T * SCALE, torch.full((2, 1), sink).double()], 1).softmax(1)[:, :-1]
@@ -168,14 +169,13 @@ def test_sink_is_added_once_to_the_denominator(sink):
 def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
     """The first token has no rows, the second has a list of holes, and the third has one row, whose weight is 1 with a
     sink of -inf."""
-    table, rope = torch.randn(1, 128, 512), torch.zeros(8, 64)
-    rope[:, 0::2] = 1.0
+    table = torch.randn(1, 128, 512)
     w = torch.full((3, 128), -1, dtype=torch.int32)
     w[2, 0] = 9
     lens = torch.tensor([0, 2, 1], dtype=torch.int32)
     sink = torch.tensor([float("-inf"), 0.0])
     got = torch.ops.dsv4_sglang.attend(
-        torch.randn(3, 2, 512), sink, table, w, lens, None, None, None, torch.tensor([7, 7, 7]), rope, SCALE,
+        torch.randn(3, 2, 512), sink, table, w, lens, None, None, None, torch.tensor([7, 7, 7]), no_rotation(8), SCALE,
         KVFormat.FP32.code,
     )  # fmt: skip
     assert (got[:2] == 0).all()
