@@ -62,6 +62,25 @@ def bytes_like(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def copied(tensors: dict[str, Tensor | None], device: torch.device | str) -> dict[str, Tensor | None]:
+    """Return copies of the tensors on the device."""
+    return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
+
+
+def tokens_of(requests: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]:
+    """Return the tensors of a step's requests (state slot or -1, tokens before, tokens now).
+
+    Returns:
+        State slots and tokens before the step, int32 [B], first token of each request, int32 [B + 1], request and
+        position of each token, int64 [T], and the number of blocks that each request needs.
+    """
+    slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
+    start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+    request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+    positions = lengths[request].long() + torch.arange(len(request)) - start[request].long()
+    return slots, lengths, start, request, positions, ((lengths + counts + 127) // 128).tolist()
+
+
 @dataclass
 class Layer:
     """Weights and tables of one layer, on the CPU. `on` copies them to a device."""
@@ -120,12 +139,9 @@ class Layer:
         }
 
     def on(self, device: torch.device) -> "Layer":
-        def move(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-            return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
-
         return Layer(
             self.kind, self.dtype, self.rows, self.keys, self.slots, self.blocks, self.seed, self.sizes,
-            move(self.weights), move(self.tables),
+            copied(self.weights, device), copied(self.tables, device),
         )  # fmt: skip
 
 
@@ -152,13 +168,9 @@ class Step:
             seed: seed of the random numbers.
         """
         g = torch.Generator().manual_seed(seed)
-        slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
-        start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
-        request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+        slots, lengths, start, request, positions, needed = tokens_of(requests)
         tokens = len(request)
-        positions = lengths[request].long() + torch.arange(tokens) - start[request].long()
         # Each request owns contiguous blocks; the requests are in random order.
-        needed = ((lengths + counts + 127) // 128).tolist()
         assert sum(needed) <= layer.blocks, f"the step needs {sum(needed)} blocks, the layer has {layer.blocks}"
         first, used = [0] * len(requests), 0
         for b in torch.randperm(len(requests), generator=g).tolist():
