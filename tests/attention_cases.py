@@ -17,7 +17,6 @@ from dsv4_sglang.ops.reference import read
 from dsv4_sglang.ops.rope import rope_table
 
 SCALE = 512**-0.5
-MAX_POSITION = 1 << 20
 GARBAGE = 1 << 30  # behind the length of a list
 
 

@@ -26,6 +26,10 @@ INDEX_HEADS, EPS, SCALE = 32, 1e-6, 512**-0.5
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 
 
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
 def frequencies(ratio: int) -> Tensor:
     return rope_frequencies(DSV4Config.flash(), ratio)
 

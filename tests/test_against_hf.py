@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_harness import HIDDEN, Layer, hf_forward, make_attention
+from layer_harness import HIDDEN, Layer, hf_forward, make_attention, relative
 from transformers.cache_utils import DynamicCache
 
 N = 300
@@ -16,10 +16,6 @@ PLANS = {
     "short and odd": [3, 2, 2, 2, 3, 5, 110, 2, 126, 2, 43],
 }
 CASES = [(0, "raw"), (4, "raw"), (128, "raw"), (128, "online")]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def run(layer: Layer, x: torch.Tensor, plan: list[int], slot: int = 1, decode_single: bool = True) -> torch.Tensor:

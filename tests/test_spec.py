@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention
+from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention, relative
 
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.ops.rope import rope_table, rotate
@@ -19,30 +19,15 @@ def _seed():
 TABLE = {1: [5, 2, 9, 3], 2: [7, 11, 0, 4], 3: [1, 6, 8, 10]}
 
 
-def relative(a, b) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-def assert_same_rows(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Check that rows are equal up to the summation order of a projection's `HIDDEN` products.
-
-    The order depends on the processor and on the number of tokens in a step. The bound is half an ulp of a row's norm
-    for each product.
-    """
-    assert ((a - b).norm(dim=-1) <= HIDDEN * 2**-24 * b.norm(dim=-1)).all()
-
-
 def inputs(n: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def entry_table(layer: Layer, slot: int, count: int) -> torch.Tensor:
     """Return the first `count` entries of a request, dequantised."""
-    i = torch.arange(count)
+    i, table = torch.arange(count), KVBuffer(layer.entries, layer.kv_format)
     blocks = torch.tensor(TABLE[slot])
-    if layer.ratio == 128:
-        return KVBuffer(layer.entries, KVFormat(layer.rows)).read(blocks[i])
-    return KVBuffer(layer.entries, KVFormat(layer.rows)).read(blocks[i // 32] * 32 + i % 32)
+    return table.read(blocks[i] if layer.ratio == 128 else blocks[i // 32] * 32 + i % 32)
 
 
 # 8.2 RoPE
