@@ -3,6 +3,7 @@
 Everything is made on the CPU from a seed; `to` moves a case to a device.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.attention.metadata import StepMetadata, build_prefill
 from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat, index_keys, kv_entries
+from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.ops.rope import rope_table
 
 SCALE = 512**-0.5
-MAX_POSITION = 1 << 20
 GARBAGE = 1 << 30  # behind the length of a list
 
 
@@ -215,8 +216,8 @@ def assert_attends(out: Tensor, case: AttendCase, bound: float) -> None:
 
 
 @dataclass
-class IndexCase:
-    """Arguments of `index_topk` in order, less the scratch and the output."""
+class IndexInputs:
+    """The first arguments of `index_topk` and `index_topk_v41`, in order."""
 
     q: Tensor
     weights: Tensor
@@ -225,6 +226,12 @@ class IndexCase:
     token_request: Tensor
     positions: Tensor
     rope: Tensor
+
+
+@dataclass
+class IndexCase(IndexInputs):
+    """Arguments of `index_topk` in order, less the scratch and the output."""
+
     key_format: KeyFormat
     top: int
 
@@ -264,6 +271,48 @@ class IndexCase:
         return ((own.double() @ keys.T).relu() * self.weights[t].double().unsqueeze(-1)).sum(0)
 
 
+def index_inputs(
+    lens: list[tuple[int, int]],
+    ratio: int,
+    key_format: KeyFormat,
+    key_of: Callable[[Tensor], Tensor],
+    repeat_keys: int,
+    heads: int,
+    g: torch.Generator,
+) -> dict[str, Tensor]:
+    """Return the inputs that do not depend on the op: keys in shuffled blocks, block tables, tokens and queries.
+
+    Args:
+        lens: first and last position + 1 of each request's tokens in the step.
+        ratio: tokens per entry.
+        key_format: format of the keys. Unseen slots hold NaN bytes.
+        key_of: maps random rows to keys.
+        repeat_keys: only that many different keys, so that scores tie; 0: all differ.
+        heads: number of heads.
+        g: source of the random numbers.
+    """
+    per_block, counts = 128 // ratio, [-(-end // 128) + 1 for _, end in lens]
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    keys = torch.empty(sum(counts), per_block, key_format.width, dtype=key_format.dtype)
+    keys.view(torch.uint8).fill_(0x7F if key_format.is_fp4 else 0xFF)
+    shuffled = torch.randperm(sum(counts), generator=g).int().split(counts)
+    for i, (blocks, (_, end)) in enumerate(zip(shuffled, lens)):
+        table[i, : len(blocks)] = blocks
+        entry = torch.arange(end // ratio)
+        y = torch.randn(max(len(entry), repeat_keys), 128, generator=g)
+        row = blocks.long()[entry // per_block] * per_block + entry % per_block
+        KeyTable(keys, key_format).write(row, key_of(y[entry % repeat_keys if repeat_keys else entry]))
+    tokens = sum(end - begin for begin, end in lens)
+    return {
+        "q": torch.randn(tokens, heads, 128, generator=g),
+        "index_keys": keys,
+        "block_table": table,
+        "token_request": torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(lens)]).int(),
+        "positions": torch.cat([torch.arange(a, b) for a, b in lens]),
+        "rope": rope(max(end for _, end in lens)),
+    }
+
+
 def index_case(
     *,
     lens: list[tuple[int, int]],
@@ -281,41 +330,15 @@ def index_case(
     `repeat_keys`: only that many different keys, so that scores tie.
     """
     g = torch.Generator().manual_seed(seed)
-    requests = len(lens)
-    blocks = [-(-end // 128) + 1 for _, end in lens]
-    total = sum(blocks)
-    shuffled = torch.randperm(total, generator=g).int()
-    table = torch.zeros(requests, max(blocks), dtype=torch.int32)
-    keys = torch.empty(total, 32, key_format.width, dtype=key_format.dtype)
-    keys.view(torch.uint8).fill_(0x7F if key_format.is_fp4 else 0xFF)
-    first = 0
-    for i, (n, (_, end)) in enumerate(zip(blocks, lens)):
-        table[i, :n] = shuffled[first : first + n]
-        first += n
-        entry = torch.arange(end // 4)
-        if len(entry):
-            y = torch.randn(len(entry), 128, generator=g)
-            if repeat_keys:
-                y = y[:repeat_keys][entry % repeat_keys]
-            row = table[i].long()[entry // 32] * 32 + entry % 32
-            KeyTable(keys, key_format).write(row, index_keys.hadamard(y))
-    tokens = sum(b - a for a, b in lens)
+    inputs = index_inputs(lens, CSA_RATIO, key_format, index_keys.hadamard, repeat_keys, heads, g)
+    tokens = len(inputs["q"])
     draw = torch.randint(-2, 3, (tokens, heads), generator=g) / 2
     if weights == "negative":
         draw = -draw.abs() - 0.5
     elif weights == "random":
         draw = torch.randn(tokens, heads, generator=g) * 0.011
-    return IndexCase(
-        q=torch.randn(tokens, heads, 128, generator=g).to(q_dtype),
-        weights=draw.float(),
-        index_keys=keys,
-        block_table=table,
-        token_request=torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(lens)]).int(),
-        positions=torch.cat([torch.arange(a, b) for a, b in lens]),
-        rope=rope(max(end for _, end in lens)),
-        key_format=key_format,
-        top=top,
-    )
+    inputs["q"] = inputs["q"].to(q_dtype)
+    return IndexCase(**inputs, weights=draw.float(), key_format=key_format, top=top)
 
 
 def assert_selects(out: Tensor, case: IndexCase, exact: bool, query: Tensor | None = None) -> None:

@@ -1,14 +1,19 @@
 """The Triton attention kernels under Triton's interpreter, on the CPU."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from attention_cases import assert_attends, attend_case, prefill_case, rope
+from attention_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
+from v41_attention_cases import V41AttendCase, v41_attend_case, v41_index_case
 
 from dsv4_sglang.attention import (
     flashmla_scheduler,
     metadata,
     sparse_prefill,
     triton_attend,
+    triton_attend_v41,
+    triton_index_v41,
     triton_metadata,
     triton_output,
 )
@@ -18,6 +23,20 @@ from dsv4_sglang.srt.models import triton_latent
 
 # The interpreter truncates bf16 where hardware rounds.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+def attended(case: AttendCase, splits: int) -> torch.Tensor:
+    if isinstance(case, V41AttendCase):
+        return triton_attend_v41.attend_v41(*case.v41_args(), splits=splits)
+    return triton_attend.attend(*case.inputs(), splits=splits)
+
+
+def check(make: Callable[..., AttendCase], splits: int, q_dtype: torch.dtype = torch.bfloat16, **shape) -> None:
+    case = make(q_dtype=q_dtype, **shape)
+    assert_attends(attended(case, splits), case, BOUND[q_dtype])
+
+
+BOTH_MODELS = pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
 
 
 @pytest.mark.parametrize(
@@ -37,20 +56,34 @@ BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
     ],
 )
 def test_attend(kv_format, q_dtype, splits):
-    case = attend_case(tokens=9, heads=5, width=72, kv_format=kv_format, q_dtype=q_dtype)
-    assert_attends(triton_attend.attend(*case.inputs(), splits=splits), case, BOUND[q_dtype])
+    check(attend_case, splits, q_dtype, tokens=9, heads=5, width=72, kv_format=kv_format)
 
 
-@pytest.mark.parametrize("heads, width, per_block", [(20, None, 32), (33, 40, None), (8, 40, 6)])
-def test_attend_shapes(heads, width, per_block):
-    case = attend_case(tokens=3, heads=heads, width=width, per_block=per_block, seed=1)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+def test_attend_of_v41(q_dtype, splits):
+    check(v41_attend_case, splits, q_dtype, tokens=9, heads=5, width=72)
+
+
+@BOTH_MODELS
+@pytest.mark.parametrize("heads, width, per_block", [(20, None, 64), (33, 40, None), (8, 40, 6)])
+def test_attend_shapes(make, heads, width, per_block):
     for splits in (1, 2):
-        assert_attends(triton_attend.attend(*case.inputs(), splits=splits), case, BOUND[torch.bfloat16])
+        check(make, splits, tokens=3, heads=heads, width=width, per_block=per_block, seed=1)
 
 
-def test_more_splits_than_tiles():
-    case = attend_case(tokens=4, heads=4, width=16, lens=[(3, 1), (0, 2), (0, 0), (128, 16)])
-    assert_attends(triton_attend.attend(*case.inputs(), splits=15), case, BOUND[torch.bfloat16])
+@BOTH_MODELS
+def test_more_splits_than_tiles(make):
+    check(make, 15, tokens=4, heads=4, width=16, lens=[(3, 1), (0, 2), (0, 0), (128, 16)])
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
+@pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
+def test_selection_of_v41(ratio, heads, top, size, most, equal, monkeypatch):
+    """Entries and candidates equal the reference's, in slices of two tokens."""
+    case = v41_index_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 1000)
+    case.check(triton_index_v41.index_topk_v41, size, most)
 
 
 @pytest.mark.parametrize("behind", [0, 3])
@@ -216,25 +249,6 @@ def test_sparse_prefill(ratio, kv_format, monkeypatch):
             assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
         written = kernel._table[: step.window_size].float()
         assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
-
-
-def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
-    monkeypatch.setattr(sparse_prefill, "MAX_GATHERED_PER_TOKEN", 10)
-    step = metadata.build_prefill(
-        req_pool_indices=torch.arange(1),
-        prefix_lens=torch.tensor([10000]),
-        chunk_lens=torch.tensor([100]),
-        positions=torch.arange(10000, 10100),
-        out_loc=torch.zeros(100, dtype=torch.int64),
-        req_to_token=torch.zeros(1, 12000, dtype=torch.int32),
-        state_slot_of_request=torch.arange(1),
-        track_slots=None,
-        track_lens=None,
-        top_k=8,
-        max_length=10100,
-    )
-    kernel = sparse_prefill.SparsePrefillAttention(8)
-    assert not kernel.begin_step(step, [10100])
 
 
 def schedule_in_turn(blocks: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:

@@ -27,11 +27,10 @@ from dsv4_sglang.srt.integration.launch_command import Command, cpu_environment
 
 # These modules share a scheduler, which the plugin speculation_judge starts.
 SCHEDULER = ("test_scheduler_speculation.py", "test_scheduler_faults.py", "test_scheduler_sleep.py")
-INTERPRETED = ("interpreted_kernels.py", "interpreted_kernels_v41.py")
 # The group of each module.
 GROUPS = {
     **dict.fromkeys(SCHEDULER, "scheduler"),
-    **dict.fromkeys(INTERPRETED, "interpreted"),
+    "interpreted_kernels.py": "interpreted",
     "test_overlapping_layer.py": "layer",
     "test_scheduler_drafts.py": "drafts",
 }

@@ -14,28 +14,29 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.formats import KeyFormat, KVFormat
+from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.geometry import StateRows, state_rows
+from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rms_norm, rope_table, rotate
 
 HIDDEN, HEADS, Q_RANK, GROUPS = 64, 4, 32, 2
 NO_DRAFTS = state_rows(0)
 INDEX_HEADS, EPS, SCALE = 32, 1e-6, 512**-0.5
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-ROW_CODE = {"fp8": 0, "bf16": 1, "fp32": 2}
-KEY_CODE = {"mxfp4": 0, "nvfp4": 1, "fp32": 2}
-WIDTH = {"fp8": (584, torch.uint8), "bf16": (512, torch.bfloat16), "fp32": (512, torch.float32)}
-KEY_WIDTH = {"mxfp4": (72, torch.uint8), "nvfp4": (72, torch.uint8), "fp32": (128, torch.float32)}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
 
 
 def frequencies(ratio: int) -> Tensor:
-    """Return the frequencies of SPEC 1.3 with YaRN factor 16 and original length 65536."""
-    base = 160000.0 if ratio else 10000.0
-    f = 1.0 / (base ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
-    if ratio:
-        low, high = 15, 25
-        ramp = ((torch.arange(32, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        f = f / 16 * ramp + f * (1 - ramp)
-    return f
+    return rope_frequencies(DSV4Config.flash(), ratio)
+
+
+def undefined(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory whose contents make a read of unwritten entries visible."""
+    return torch.full(shape, 127 if dtype == torch.uint8 else math.nan, dtype=dtype)
 
 
 def make_config(topk: int) -> DeepseekV4Config:
@@ -121,9 +122,9 @@ class Layer:
     def __post_init__(self) -> None:
         a = self.attention
         self.rope = rope_table(self.blocks * 128, frequencies(self.ratio))
-        width, dtype = WIDTH[self.rows]
-        junk = 127 if dtype == torch.uint8 else float("nan")  # makes reads of unwritten memory visible
-        self.ring = torch.full((self.slots, self.sizes.ring, width), junk, dtype=dtype)
+        self.kv_format, self.key_format = KVFormat(self.rows), KeyFormat(self.keys)
+        width, dtype = self.kv_format.width, self.kv_format.dtype
+        self.ring = undefined((self.slots, self.sizes.ring, width), dtype)
         self.entries = self.index_keys = self.compressor_state = None
         self.kv_weight = a.kv_proj.weight
         if not self.ratio:
@@ -135,16 +136,13 @@ class Layer:
             c.kv_norm.weight,
         )
         if self.ratio == 128:
-            self.entries = torch.full((1, self.blocks, width), junk, dtype=dtype)
+            self.entries = undefined((1, self.blocks, width), dtype)
             rows = {"raw": 256, "online": 3 * self.sizes.hca_state_copies}[self.hca_state]
             self.compressor_state = torch.full((self.slots, rows, 512), float("nan"))
             return
-        self.entries = torch.full((self.blocks, 32, width), junk, dtype=dtype)
+        self.entries = undefined((self.blocks, 32, width), dtype)
         self.compressor_state = torch.full((self.slots, self.sizes.csa.rows, 640), float("nan"))
-        key_width, key_dtype = KEY_WIDTH[self.keys]
-        self.index_keys = torch.full(
-            (self.blocks, 32, key_width), 127 if key_dtype == torch.uint8 else float("nan"), dtype=key_dtype
-        )
+        self.index_keys = undefined((self.blocks, 32, self.key_format.width), self.key_format.dtype)
         i = c.indexer
         self.index_score_weight = torch.cat([i.kv_proj.weight, i.gate_proj.weight])
         self.index_ape, self.index_norm = i.position_bias.detach(), i.kv_norm.weight
@@ -172,8 +170,8 @@ class Layer:
             self.rope,
             EPS,
             ratio,
-            ROW_CODE[self.rows],
-            KEY_CODE[self.keys],
+            self.kv_format.code,
+            self.key_format.code,
             batch.slots,
             batch.prefix_lens,
             batch.query_start,
@@ -206,9 +204,7 @@ class Layer:
         x = torch.cat(list(chunks.values()))
         window = None
         if not decode:
-            width, dtype = WIDTH[self.rows]
-            rows = len(x) + 128 * len(chunks)
-            window = torch.full((1, rows, width), 127 if dtype == torch.uint8 else float("nan"), dtype=dtype)
+            window = undefined((1, len(x) + 128 * len(chunks), self.kv_format.width), self.kv_format.dtype)
         self.append(batch, self.project(x), window, track)
         out = self.read(batch, x, window) if read else x
         for slot, rows in chunks.items():
@@ -239,7 +235,7 @@ class Layer:
                     batch.token_request,
                     positions,
                     self.rope,
-                    KEY_CODE[self.keys],
+                    self.key_format.code,
                     torch.empty(0),
                     entry_indices,
                 )
@@ -259,7 +255,7 @@ class Layer:
             positions,
             self.rope,
             SCALE,
-            ROW_CODE[self.rows],
+            self.kv_format.code,
         )
         g = o.float().reshape(len(x), GROUPS, -1)
         w = a.o_a_proj.weight.view(GROUPS, -1, g.shape[-1])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_harness import HIDDEN, Layer, hf_forward, make_attention
+from layer_harness import HIDDEN, Layer, hf_forward, make_attention, relative
 from transformers.cache_utils import DynamicCache
 
 N = 300
@@ -12,13 +12,10 @@ PLANS = {
     "uneven": [7, 1, 1, 30, 5, 64, 3, 2, 1, 50, 39, 97],
     "around a block": [127, 1, 1, 127, 2, 42],
     "long then short": [130, 126, 1, 43],
+    "short then long": [126, 1, 1, 172],
     "short and odd": [3, 2, 2, 2, 3, 5, 110, 2, 126, 2, 43],
 }
 CASES = [(0, "raw"), (4, "raw"), (128, "raw"), (128, "online")]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def run(layer: Layer, x: torch.Tensor, plan: list[int], slot: int = 1, decode_single: bool = True) -> torch.Tensor:

@@ -74,11 +74,12 @@ def test_a_cpu_has_the_portable_kernel(dtype, kv_format) -> None:
     assert chosen(torch.device("cpu"), 64, dtype, kv_format) == (PORTABLE, PORTABLE)
 
 
+@pytest.mark.parametrize("limit", ["MAX_GATHERED", "MAX_GATHERED_PER_TOKEN"])
 @pytest.mark.parametrize("kv_format, expected", [(FP8, DECODE), (BF16, PORTABLE)])
 def test_a_prefill_with_much_context_reads_the_tables_where_they_are(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kv_format, expected
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kv_format, expected, limit
 ) -> None:
-    monkeypatch.setattr(sparse_prefill, "MAX_GATHERED", 1)
+    monkeypatch.setattr(sparse_prefill, limit, 1)
     assert chosen(gpu((9, 0)), 64, torch.bfloat16, kv_format)[0] == expected
 
 

@@ -8,6 +8,23 @@ import os
 import pytest
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dsv4_sglang.attention import (
+    flashmla_scheduler,
+    sparse_prefill,
+    triton_attend,
+    triton_attend_v41,
+    triton_index_v41,
+    triton_metadata,
+    triton_output,
+    triton_softmax,
+)
+
+pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")
 
 # The shared memory per thread block on sm_80, sm_90 and sm_100, and on sm_86 and sm_89.
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -22,10 +39,6 @@ POINTERS = {
 
 def compile_for(kernel, architecture: int, constants: dict, warps: int, **types: str):
     """Compile a kernel to machine code. Strides and pointers are multiples of 16, as in serving."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         default = "*i32" if name.endswith("_ptr") else "i32"
@@ -43,10 +56,6 @@ def _fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")
-
-
-@not_interpreted
 @pytest.mark.parametrize(
     "architecture, heads, q, rows, split",
     [
@@ -61,10 +70,6 @@ not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="T
     ],
 )
 def test_attend_compiles(architecture, heads, q, rows, split):
-    import triton.language as tl
-
-    from dsv4_sglang.attention import triton_attend, triton_softmax
-
     exact = q != "*bf16"
     tile = triton_softmax.tiling(heads, rows == "*u8", exact, SHARED[architecture])
     constants = {
@@ -78,16 +83,11 @@ def test_attend_compiles(architecture, heads, q, rows, split):
         compile_for(triton_softmax.merge_kernel, architecture, {"BLOCK_S": 8}, 4)
 
 
-@not_interpreted
 @pytest.mark.parametrize(
     "architecture, heads, q, split",
     [(86, 16, "*fp32", False), (90, 64, "*bf16", False), (100, 64, "*bf16", True)],
 )
 def test_attend_of_v41_compiles(architecture, heads, q, split):
-    import triton.language as tl
-
-    from dsv4_sglang.attention import triton_attend_v41, triton_softmax
-
     exact = q != "*bf16"
     tile = triton_softmax.tiling(heads, False, exact, SHARED[architecture])
     constants = {
@@ -98,13 +98,8 @@ def test_attend_of_v41_compiles(architecture, heads, q, split):
     compile_for(triton_attend_v41._attend_v41_kernel, architecture, constants, tile.warps, **types)
 
 
-@not_interpreted
 @pytest.mark.parametrize("architecture, within", [(80, 0), (100, 8)])
 def test_scores_of_v41_compile(architecture, within):
-    import triton.language as tl
-
-    from dsv4_sglang.attention import triton_index_v41
-
     constants = {
         "RATIO": 1, "WITHIN": within, "DOT": tl.bfloat16, "PRECISION": "tf32", "BLOCK_H": 32,
         "BLOCK_N": triton_index_v41._ENTRIES_PER_PROGRAM,
@@ -113,33 +108,24 @@ def test_scores_of_v41_compile(architecture, within):
     compile_for(triton_index_v41._score_kernel, architecture, constants, 4, **types)
 
 
-@not_interpreted
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_inverse_rope_compiles(architecture):
-    from dsv4_sglang.attention import triton_output
-
     compile_for(triton_output._inverse_rope_kernel, architecture, {"BLOCK_H": 32}, 4)
     constants = {"BLOCK_H": triton_output._HEADS_PER_PROGRAM}
     types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     compile_for(triton_output._inverse_rope_and_quantise_kernel, architecture, constants, 4, **types)
 
 
-@not_interpreted
 @pytest.mark.parametrize("architecture, rows", [(90, "*u8"), (90, "*bf16"), (100, "*u8")])
 def test_sparse_prefill_compiles(architecture, rows):
-    from dsv4_sglang.attention import sparse_prefill
-
     constants = {"FP8": rows == "*u8", "BLOCK_N": sparse_prefill._ENTRIES_PER_PROGRAM}
     types = {"window_ptr": rows, "entries_ptr": rows, "out_ptr": "*bf16"}
     compile_for(sparse_prefill._gather_kernel, architecture, constants, 4, **types)
     compile_for(sparse_prefill._join_kernel, architecture, {"COLUMNS": 256}, 4, out_ptr="*i32")
 
 
-@not_interpreted
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_decode_metadata_compiles(architecture):
-    from dsv4_sglang.attention import triton_metadata
-
     types = {"seq_lens_ptr": "*i64", "track_mask_ptr": "*i1", "track_slots_ptr": "*i64"}
     shared = {"CSA_RATIO": 4, "HCA_RATIO": 128, "COLUMNS_AT_ONCE": 256}
     decode = {"TOKENS_PER_REQUEST": 1, "SEES_BLOCK": False, "WINDOW_LEN": 128, "LISTED": 128, "COLUMNS": 128}
@@ -152,31 +138,23 @@ def test_decode_metadata_compiles(architecture):
         compile_for(triton_metadata._decode_kernel, architecture, shared | constants, 1, **types)
 
 
-@not_interpreted
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_prefill_metadata_compiles(architecture):
-    from dsv4_sglang.attention import triton_metadata
-
     constants = {"REQUESTS": 64, "TRACKS": 32, "WINDOW": 128, "BLOCK": 128}
     constants |= {"CSA_RATIO": 4, "HCA_RATIO": 128, "COLUMNS_AT_ONCE": 256}
     compile_for(triton_metadata._prefill_kernel, architecture, constants, 1, positions_ptr="*i64")
 
 
-@not_interpreted
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("entries", [False, True])
 def test_schedule_compiles(architecture, entries):
-    from dsv4_sglang.attention import flashmla_scheduler
-
     constants = {"HAS_ENTRIES": entries, "BLOCK_ENTRIES": 64, "FIELDS": 8, "PARTS": 256, "TOKENS_AT_ONCE": 128}
     compile_for(flashmla_scheduler._schedule_kernel, architecture, constants, 1)
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    from dsv4_sglang.attention.triton_softmax import split_count
-
-    assert split_count(tokens=256, head_groups=1, tiles=10, processors=132) == 1
-    assert 4 <= split_count(tokens=1, head_groups=1, tiles=10, processors=132) <= 10
-    assert split_count(tokens=1, head_groups=1, tiles=1, processors=132) == 1
-    assert 16 <= split_count(tokens=1, head_groups=1, tiles=130, processors=132) <= 64
-    assert split_count(tokens=128, head_groups=1, tiles=10, processors=132) == 1
+    assert triton_softmax.split_count(tokens=256, head_groups=1, tiles=10, processors=132) == 1
+    assert 4 <= triton_softmax.split_count(tokens=1, head_groups=1, tiles=10, processors=132) <= 10
+    assert triton_softmax.split_count(tokens=1, head_groups=1, tiles=1, processors=132) == 1
+    assert 16 <= triton_softmax.split_count(tokens=1, head_groups=1, tiles=130, processors=132) <= 64
+    assert triton_softmax.split_count(tokens=128, head_groups=1, tiles=10, processors=132) == 1

@@ -1,64 +1,36 @@
 """Config and layer schedule against SPEC 1.1 to 1.3."""
 
 import collections
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config as HFConfig
 
-from dsv4_sglang.model import AttentionType, DSV4Config, FFNType, LayerSpec, RouterMode, build_schedule
+from dsv4_sglang import planner
+from dsv4_sglang.model import AttentionType, DSV4Config, FFNType, RouterMode, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 
+CONFIGS = Path(planner.__file__).parent / "configs"
+FIELDS = [name for name in DSV4Config.__dataclass_fields__ if name != "yarn"]
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 
 
+def published(model: str) -> dict[str, Any]:
+    """Return the config.json of a released model."""
+    return json.loads((CONFIGS / f"DeepSeek-V4-{model}.json").read_text())
+
+
 def flash_json() -> dict[str, Any]:
-    """Return the fields of V4-Flash's config.json that the config reads."""
-    return {
-        "model_type": "deepseek_v4",
-        "num_hidden_layers": 43,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "o_lora_rank": 1024,
-        "sliding_window": 128,
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 512,
-        "rope_theta": 10000,
-        "compress_rope_theta": 160000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 16,
-            "original_max_position_embeddings": 65536,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-        "max_position_embeddings": 1048576,
-        "rms_norm_eps": 1e-6,
-        "num_nextn_predict_layers": 1,
-        "num_hash_layers": 3,
-        "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0],
-    }
+    return published("Flash")
 
 
-def test_flash_and_pro_values() -> None:
-    flash, pro = DSV4Config.flash(), DSV4Config.pro()
-    assert (flash.num_hidden_layers, pro.num_hidden_layers) == (43, 61)
-    assert (flash.hidden_size, pro.hidden_size) == (4096, 7168)
-    assert (flash.num_attention_heads, pro.num_attention_heads) == (64, 128)
-    assert (flash.q_lora_rank, pro.q_lora_rank) == (1024, 1536)
-    assert (flash.o_groups, pro.o_groups) == (8, 16)
-    assert (flash.index_topk, pro.index_topk) == (512, 1024)
-    for config in (flash, pro):
-        assert (config.head_dim, config.rope_dim, config.window) == (512, 64, 128)
-        assert (config.index_n_heads, config.index_head_dim) == (64, 128)
-        assert config.softmax_scale == pytest.approx(0.044194174)
+@pytest.mark.parametrize(("model", "config"), [("Flash", DSV4Config.flash()), ("Pro", DSV4Config.pro())])
+def test_released_models(model: str, config: DSV4Config) -> None:
+    assert DSV4Config.from_hf(published(model)) == config
+    assert config.softmax_scale == pytest.approx(0.044194174)
 
 
 @pytest.mark.parametrize(
@@ -94,20 +66,16 @@ def test_ratio_by_layer_id_whatever_the_list_length() -> None:
             config.ratio(-1)
 
 
-def test_from_hf_dict_is_flash() -> None:
-    assert DSV4Config.from_hf(flash_json()) == DSV4Config.flash()
-
-
 def test_from_hf_object() -> None:
     fields = {k: v for k, v in flash_json().items() if k != "model_type"}
     config = DSV4Config.from_hf(HFConfig(**fields))
     assert build_schedule(config) == build_schedule(DSV4Config.flash())
-    for name in DSV4Config.__dataclass_fields__:
+    for name in (*FIELDS, "yarn"):
         if name != "compress_ratios":  # transformers drops the entry of the MTP block
             assert getattr(config, name) == getattr(DSV4Config.flash(), name), name
 
 
-@pytest.mark.parametrize("name", [k for k in flash_json() if k != "model_type"])
+@pytest.mark.parametrize("name", [*FIELDS, "rope_scaling"])
 def test_missing_field_is_named(name: str) -> None:
     fields = flash_json()
     del fields[name]
@@ -168,11 +136,6 @@ def test_wrong_layer_type_is_named() -> None:
 def test_attention_type_of_unknown_ratio() -> None:
     with pytest.raises(ValueError, match="ratio 2"):
         AttentionType.from_ratio(2)
-
-
-def test_layer_spec_by_keyword() -> None:
-    spec = LayerSpec(layer_idx=5, attn=CSA, ffn=FFNType.MOE, router_mode=RouterMode.DENSE)
-    assert (spec.layer_idx, spec.attn, spec.ffn, spec.router_mode) == (5, CSA, FFNType.MOE, RouterMode.DENSE)
 
 
 def test_rope_frequencies() -> None:

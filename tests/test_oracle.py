@@ -1,7 +1,5 @@
 """Tests of the oracle: transformers' masks, tables and cache match SPEC, and the fake quantisers are right."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
@@ -87,14 +85,6 @@ def test_chunks_and_single_tokens_equal_one_forward(oracle: Oracle, prompt: list
     assert (oracle.logits(prompt[:140], chunk=1) - whole[:140]).abs().max() < FP32_NOISE
 
 
-def test_no_token_sees_the_future(oracle: Oracle, prompt: list[int]) -> None:
-    prompt = prompt[:140]
-    whole = oracle.logits(prompt)
-    for t in (0, 2, 3, 4, 7, 126, 127, 128):
-        changed = [*prompt[: t + 1], *[(token + 9) % 384 for token in prompt[t + 1 :]]]
-        assert (oracle.logits(changed)[: t + 1] - whole[: t + 1]).abs().max() < FP32_NOISE
-
-
 def _same_but_for_rounding(oracle: Oracle, start: list[int], formats: dict[str, str]) -> tuple[float, float]:
     """Return (mean, maximum), the bounds on the difference of log p between two runs with different summation orders.
 
@@ -172,14 +162,6 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
     packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), KeyFormat.MXFP4)
     differ = (index_keys.dequantise_keys(packed, scales) != mxfp4_keys(keys)).float().mean()
     assert differ < 1e-4  # The two transforms add in different orders, which can move a value across a rounding edge.
-
-
-def test_fp8_rows_keep_the_rope_dims_and_lose_little(tmp_path: Path) -> None:
-    x = torch.randn(200, 512, generator=torch.Generator().manual_seed(5))
-    y = fp8_entries(x)
-    assert torch.equal(y[:, 448:], x[:, 448:].bfloat16().float())
-    error = (y - x)[:, :448].norm(dim=1) / x[:, :448].norm(dim=1)
-    assert 0.02 < error.mean() < 0.03  # SPEC 7.1: 0.0266
 
 
 def test_the_gap_of_the_selection(oracle: Oracle, prompt: list[int]) -> None:

@@ -75,24 +75,33 @@ def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuff
 
 
 def check_decode(
-    step: StepMetadata, tables: Tables, lengths: list[int], padding: int, interval: int, ring_rows: int = 128
+    step: StepMetadata,
+    tables: Tables,
+    lengths: list[int],
+    padding: int,
+    interval: int | None,
+    ring_rows: int = 128,
+    each: int = 1,
 ) -> None:
-    assert step.is_decode
+    """Check a step of `each` tokens per request. Snapshots are due at multiples of `interval`, None for none."""
+    assert step.is_decode and (step.copy_src is None) == (interval is None)
+    assert step.query_start.tolist() == [each * b for b in range(len(lengths) + padding + 1)]
     for b, length in enumerate(lengths):
         slot = int(tables.state_slot[b + 1])
-        assert (step.slots[b], step.prefix_lens[b], step.token_request[b]) == (slot, length, b)
-        seen = min(length + 1, 128)
-        assert step.window_lens[b] == seen
-        wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, length - 127), length + 1)]
-        assert step.window_indices[b, :seen].tolist() == wanted
-        check_blocks_and_entries(step, b, b, length, tables)
-        due = (length + 1) % interval == 0
-        assert step.copy_src is not None and step.copy_dst is not None
-        assert (step.copy_src[b], step.copy_dst[b]) == ((slot, 101 + b) if due else (-1, -1))
+        assert (step.slots[b], step.prefix_lens[b]) == (slot, length)
+        for token, t in enumerate(range(length, length + each), b * each):
+            seen = min(t + 1, 128)
+            assert (step.token_request[token], step.positions[token], step.window_lens[token]) == (b, t, seen)
+            wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, t - 127), t + 1)]
+            assert step.window_indices[token, :seen].tolist() == wanted
+            check_blocks_and_entries(step, token, b, t, tables)
+        if interval is not None:
+            due = (length + 1) % interval == 0
+            assert (step.copy_src[b], step.copy_dst[b]) == ((slot, 101 + b) if due else (-1, -1))
     for b in range(len(lengths), len(lengths) + padding):
-        assert step.slots[b] == -1
-        assert (step.window_lens[b], step.csa_lens[b], step.hca_lens[b]) == (0, 0, 0)
-        assert step.copy_src is not None and step.copy_src[b] == -1
+        tokens = slice(b * each, (b + 1) * each)
+        assert step.slots[b] == -1 and (step.copy_src is None or step.copy_src[b] == -1)
+        assert not (step.window_lens[tokens].any() or step.csa_lens[tokens].any() or step.hca_lens[tokens].any())
 
 
 LENGTHS = st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=6)
@@ -171,24 +180,7 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
         top_k=TOP_K,
         length_offset=before,
     )
-    assert step.is_decode and step.copy_src is None
-    assert step.query_start.tolist() == [each * b for b in range(n + padding + 1)]
-    for b, length in enumerate(lengths):
-        slot = int(tables.state_slot[b + 1])
-        assert (step.slots[b], step.prefix_lens[b]) == (slot, length)
-        for token, t in enumerate(range(length, length + each), b * each):
-            assert (step.token_request[token], step.positions[token], step.window_lens[token]) == (
-                b,
-                t,
-                min(t + 1, 128),
-            )
-            wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, t - 127), t + 1)]
-            assert step.window_indices[token, : min(t + 1, 128)].tolist() == wanted
-            check_blocks_and_entries(step, token, b, t, tables)
-    for b in range(n, n + padding):
-        tokens = slice(b * each, (b + 1) * each)
-        assert step.slots[b] == -1
-        assert not (step.window_lens[tokens].any() or step.csa_lens[tokens].any() or step.hca_lens[tokens].any())
+    check_decode(step, tables, lengths, padding, None, ring_rows, each)
 
 
 @given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(1, 8))

@@ -10,6 +10,7 @@ import importlib.metadata
 
 import pytest
 import torch
+from layer_harness import Batch
 from packaging.version import Version
 from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis, normalised, rotated, same
 
@@ -312,153 +313,85 @@ class Run:
         self.compressor_state = torch.full((4, pair_rows(draft_tokens), 1024), torch.nan) if ratio == 2 else None
         self.entries = make_kv_buffers(1, 6, per_block, V41KVFormat.FP4, torch.device("cpu"))[0] if ratio else None
         self.keys = torch.zeros(6, per_block, 72, dtype=torch.uint8) if ratio else None
-        self.latents = [torch.full((LENGTH, 512), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
-        self.tables = ([5, 0, 3], [1, 4, 2])  # Blocks of the requests.
+        self.tables = {2: [5, 0, 3], 1: [1, 4, 2]}  # Blocks of the requests, by slot.
 
-    def step(self, counts: tuple[int, int], decode: bool, track: bool = False) -> None:
-        w, t = self.inputs, torch.int32
+    def step(self, counts: tuple[int, int], decode: bool) -> None:
+        w, ops = self.inputs, torch.ops.dsv4_sglang
         spans = [(length, length + n) for length, n in zip(self.lengths, counts)]
-        take = [
-            torch.cat([w[name][b, lo:hi] for b, (lo, hi) in enumerate(spans)]) for name in ("kv", "compressor", "keys")
-        ]
-        positions = torch.cat([torch.arange(lo, hi) for lo, hi in spans])
-        request = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
-        out_loc = torch.tensor(
-            [self.tables[b][p // 128] * 128 + p % 128 for b, p in zip(request.tolist(), positions.tolist())]
-        )
-        batch = (
-            torch.tensor(self.slots, dtype=t),
-            torch.tensor(self.lengths, dtype=t),
-            torch.tensor([0, counts[0], sum(counts)], dtype=t),
-            request.to(t),
-            out_loc.long(),
-        )
+        taken = {
+            name: torch.cat([w[name][b, lo:hi] for b, (lo, hi) in enumerate(spans)])
+            for name in ("kv", "compressor", "keys")
+        }
+        batch = Batch.make(list(zip(self.slots, self.lengths, counts)), self.tables)
+        at = batch.slots, batch.prefix_lens, batch.query_start, batch.token_request, batch.out_loc
         window = None if decode else torch.zeros(1, sum(counts) + 256, 528, dtype=torch.uint8)
-        tracked = torch.where(request == 0, 3, -1).to(t) if track else None
-        latents = torch.full((sum(counts), 512), torch.nan, dtype=torch.bfloat16)
-        ops = torch.ops.dsv4_sglang
-        own = (self.compressor_state, self.entries, latents) if self.ratio else (None, None, None)
+        own = [None] * 5
+        if self.ratio:
+            latents = torch.full((sum(counts), 512), torch.nan, dtype=torch.bfloat16)
+            own = [taken["compressor"], w["latent_norm"], self.compressor_state, self.entries, latents]
         ops.append_v41(
-            take[0], take[1] if self.ratio else None, w["kv_norm"], w["latent_norm"] if self.ratio else None,
-            w["rope"], EPS, self.ratio, *batch, tracked, self.ring, *own, window,
+            taken["kv"], own[0], w["kv_norm"], own[1], w["rope"], EPS, self.ratio, *at, None, self.ring, *own[2:],
+            window,
         )  # fmt: skip
         if self.ratio:
-            ops.append_v41_keys(take[2], w["key_norm"], w["rope"], EPS, self.ratio, *batch, self.keys)
-        for b, (lo, hi) in enumerate(spans):
-            self.latents[b][lo:hi] = latents[batch[2][b] : batch[2][b + 1]]
-        if window is not None:
-            self.check_window(window, spans)
+            ops.append_v41_keys(taken["keys"], w["key_norm"], w["rope"], EPS, self.ratio, *at, self.keys)
+            closed = (batch.positions + 1) % self.ratio == 0
+            every = [
+                expected(self.ratio, b)[1][lo // self.ratio : hi // self.ratio] for b, (lo, hi) in enumerate(spans)
+            ]
+            same(latents[closed].float(), torch.cat(every).float())
         self.lengths = [hi for _, hi in spans]
-
-    def check_window(self, window: torch.Tensor, spans: list[tuple[int, int]]) -> None:
-        """Check the rows that the step's queries read: the 128 rows before the chunk, and the chunk's."""
-        table, base = V41Table(window, V41KVFormat.FP8), 0
-        for b, (lo, hi) in enumerate(spans):
-            at = torch.arange(max(0, lo - 128), hi)
-            same(table.read(base + 128 * b + 128 + at - lo), expected(self.ratio, b)[0][at])
-            base += hi - lo
 
     def check(self) -> None:
         for b, (slot, length) in enumerate(zip(self.slots, self.lengths)):
-            rows, latents, entries, keys = expected(self.ratio, b)
+            rows, _, entries, keys = expected(self.ratio, b)
             at = torch.arange(max(0, length - 128), length)
             same(V41Table(self.ring, V41KVFormat.FP8).read(slot * self.ring_rows + at % self.ring_rows), rows[at])
             if not self.ratio:
                 continue
-            n = length // self.ratio
+            n, per_block = length // self.ratio, 128 // self.ratio
             i = torch.arange(n)
-            blocks = torch.tensor(self.tables[b])[self.ratio * i // 128]
-            where = blocks * (128 // self.ratio) + i % (128 // self.ratio)
+            where = torch.tensor(self.tables[slot])[i // per_block] * per_block + i % per_block
             same(V41Table(self.entries, V41KVFormat.FP4).read(where), entries[:n])
             same(KeyTable(self.keys, KeyFormat.MXFP4).read(where), keys[:n])
-            same(self.latents[b][self.ratio - 1 : length : self.ratio].float(), latents[:n].float())
+
+
+PLANS = {
+    "one": [(300, 300)],
+    "many": [(1, 3), (4, 1), (123, 125), (1, 1), (130, 150), (41, 20)],
+    "two": [(255, 131), (45, 169)],
+    "decode": [(125, 126), *[(1, 1)] * 8],
+}
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])
-@pytest.mark.parametrize(
-    "plan",
-    [[(300, 300)], [(1, 3), (4, 1), (123, 125), (1, 1), (130, 150), (41, 20)], [(255, 131), (45, 169)]],
-    ids=["one", "many", "two"],
-)
-def test_chunks_equal_one_prefill(ratio, plan):
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_chunks_and_single_tokens_equal_one_prefill(ratio, plan):
+    """test_v41_cache.py covers rejected drafts, snapshots and padding requests."""
     run = Run(ratio)
     for counts in plan:
-        run.step(counts, decode=False)
+        run.step(counts, decode=counts == (1, 1))
         run.check()
-    assert run.lengths == [300, 300]
 
 
-@pytest.mark.parametrize("ratio", [0, 1, 2])
-def test_decode(ratio):
-    run = Run(ratio)
-    run.step((125, 126), decode=False)
-    for _ in range(8):
-        run.step((1, 1), decode=True)
-    run.check()
+@pytest.mark.parametrize(
+    ("draft_tokens", "ring", "counts", "said"),
+    [
+        (0, 127, (1, 1), "ring has 127 rows per slot; expected at least 128"),
+        (0, 128, (2, 2), "2 tokens of each request without `window`, but ring has 128 rows per slot"),
+        (3, 140, (4, 4), "4 tokens of each .*, but compressor_state has 2 rows per slot, for at most 3"),
+        (3, 140, (1, 2), "3 tokens for 2 requests without `window`"),
+    ],
+)
+def test_errors_name_the_value(draft_tokens, ring, counts, said):
+    run = Run(2, draft_tokens)
+    run.ring = torch.zeros(4, ring, 528, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=said):
+        run.step(counts, decode=True)
 
 
-@pytest.mark.parametrize("ratio", [1, 2])
-@pytest.mark.parametrize("d", [2, 3, 5, 6])
-def test_tokens_are_rolled_back(ratio, d):
-    """The next step begins at any length within a step of d tokens, whose rejected tokens had other projections."""
-    run = Run(ratio, draft_tokens=d)
-    run.step((129, 140), decode=False)
-    for kept in ((1, d), (d, 1), (2, 2), (1, 1), (d - 1, 2)):
-        before = list(run.lengths)
-        run.inputs = {name: t.clone() for name, t in layer(ratio).items()}
-        for name in ("kv", "compressor", "keys"):
-            for b in range(2):
-                run.inputs[name][b, before[b] + kept[b] : before[b] + d] *= -3
-        run.step((d, d), decode=True)
-        run.lengths = [length + n for length, n in zip(before, kept)]
-    run.check()
-
-
-def test_a_snapshot_gets_the_rows_of_its_tokens():
+def test_an_unknown_ratio_is_named():
     run = Run(2)
-    run.step((128, 40), decode=False, track=True)
-    assert torch.equal(run.ring[3], run.ring[2])
-    run.step((1, 1), decode=True)
-    assert not torch.equal(run.ring[3], run.ring[2])
-
-
-def test_a_padded_request_writes_nothing():
-    run = Run(2)
-    run.step((4, 7), decode=False)
-    before = [t.clone() for t in (run.ring[1], run.compressor_state[1], run.entries, run.keys)]
-    run.slots = (2, -1)
-    run.step((1, 1), decode=True)
-    assert all(
-        torch.equal(t, then) for t, then in zip((run.ring[1], run.compressor_state[1], run.entries, run.keys), before)
-    )
-    run.slots, run.lengths[1] = (2, 1), 7
-    run.step((1, 1), decode=True)
-    run.check()
-
-
-def test_errors_name_the_value():
-    run = Run(2)
-    with pytest.raises(ValueError, match="2 tokens of each request without `window`, but ring has 128 rows per slot"):
-        run.step((2, 2), decode=True)
-    run = Run(2, draft_tokens=3)
-    with pytest.raises(
-        ValueError,
-        match="4 tokens of each request without `window`, but compressor_state has 2 rows per slot, for at most 3",
-    ):
-        run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
-        run.step((4, 4), decode=True)
-    with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`"):
-        run.step((1, 2), decode=True)
     run.ratio = 4
     with pytest.raises(ValueError, match="ratio is 4; expected 0, 1 or 2"):
-        torch.ops.dsv4_sglang.append_v41(
-            *(torch.zeros(0, 512).bfloat16(), None, torch.ones(512), None, torch.zeros(1, 64), EPS, 4),
-            *(
-                torch.zeros(0).int(),
-                torch.zeros(0).int(),
-                torch.zeros(1).int(),
-                torch.zeros(0).int(),
-                torch.zeros(0).long(),
-            ),
-            *(None, run.ring, None, None, None, None),
-        )
+        run.step((1, 1), decode=True)

@@ -27,7 +27,7 @@ from dsv4_sglang.cache.v41 import V41Kind, V41LayerSchema
 from dsv4_sglang.formats.index_keys import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
-from dsv4_sglang.ops.reference import append_v41, read, read_v41
+from dsv4_sglang.ops.reference import chunks, read, read_v41
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.standalone import V41Cache
 
@@ -128,8 +128,8 @@ def turned(x: Tensor, ratio: int, every: int = 1, back: bool = False) -> Tensor:
     turns = -turns.double() if back else turns
     cos, sin = turns.cos(), turns.sin()
     real, imaginary = x[..., -64::2], x[..., -63::2]
-    compressor_state = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
-    return torch.cat([x[..., :-64], compressor_state.to(x.dtype)], -1)
+    rotated = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
+    return torch.cat([x[..., :-64], rotated.to(x.dtype)], -1)
 
 
 def _entries(layer: Layer, ratio: int, request: int) -> tuple[Tensor, Tensor]:
@@ -418,7 +418,7 @@ def test_resumed_from_host_memory(device):
     play.check({2: 74}, tokens_of={2: 0})
 
 
-@pytest.mark.parametrize("d", [2, 5])
+@pytest.mark.parametrize("d", [2, 3, 5])
 def test_drafts_are_rolled_back(d, device=CPU):
     """After a step of d tokens with wrong ones, the next step begins at the first wrong token."""
     play = Play(6, draft_tokens=d, device=device)
@@ -432,47 +432,30 @@ def test_drafts_are_rolled_back(d, device=CPU):
 # ---- negative controls: breaking one part changes the outputs
 
 
-def breaks(said: str, play=lambda: random_requests(0)) -> None:
-    with pytest.raises(AssertionError, match=said):
-        play()
+def short_ring(rows: int):
+    def patch(monkeypatch) -> None:
+        monkeypatch.setattr(V41LayerSchema, "ring_rows", rows)
+        monkeypatch.setattr(chunks, "check", lambda *arguments: None)
+
+    return patch
 
 
-def test_a_ring_that_is_one_row_short_is_seen(monkeypatch):
-    monkeypatch.setattr(V41LayerSchema, "ring_rows", 127)
-    with pytest.raises(ValueError, match="ring has 127 rows per slot; expected at least 128"):
-        random_requests(0)
-    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
-    breaks(r"layer 0 \(window\)")
-
-
-def test_a_ring_short_for_drafts_is_seen(monkeypatch):
-    """The ring has one row less than 127 plus the step's tokens. The step's last token overwrites a row that its first
-    token still sees."""
-    monkeypatch.setattr(V41LayerSchema, "ring_rows", 130)
-    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
-    breaks(r"layer 0 \(window\)", lambda: test_drafts_are_rolled_back(5))
-
-
-def test_a_tail_short_for_drafts_is_seen(monkeypatch):
+def short_compressor_state(monkeypatch) -> None:
     monkeypatch.setattr("dsv4_sglang.cache.v41.pair_rows", lambda d: 2)
-    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
-    breaks(r"layer 1 \(full\)", lambda: test_drafts_are_rolled_back(5))
+    monkeypatch.setattr(chunks, "check", lambda *arguments: None)
 
 
-def test_an_entry_that_is_visible_a_token_early_is_seen(monkeypatch):
+def entry_visible_a_token_early(monkeypatch) -> None:
     plain, lens = read_v41.select, step_module.visible_entries
-    monkeypatch.setattr(
-        read_v41,
-        "select",
-        lambda query, weights, table, blocks, owner, visible, *rest: plain(
-            query, weights, table, blocks, owner, (visible + 1).clamp_max(LENGTH), *rest
-        ),
-    )
+
+    def select(query, weights, table, blocks, owner, visible, *rest) -> None:
+        plain(query, weights, table, blocks, owner, (visible + 1).clamp_max(LENGTH), *rest)
+
+    monkeypatch.setattr(read_v41, "select", select)
     monkeypatch.setattr(step_module, "visible_entries", lambda lengths, *rest: lens(lengths + 1, *rest))
-    breaks(r"layer [135] \(full\)")
 
 
-def test_another_selection_in_a_reuse_layer_is_seen(monkeypatch):
+def other_selection_in_a_reuse_layer(monkeypatch) -> None:
     """Layer 8 uses the selection of layer 5 instead of layer 7. Both select rows of the same table."""
     first: dict[V41Step, tuple] = {}
     plain = V41Step.selected
@@ -483,29 +466,44 @@ def test_another_selection_in_a_reuse_layer_is_seen(monkeypatch):
         return first[step] if layer == 8 else plain(step, layer)
 
     monkeypatch.setattr(V41Step, "selected", stale)
-    breaks(r"layer 8 \(reuse\)")
 
 
-def test_entries_of_another_layer_are_seen(monkeypatch):
+def entries_of_another_layer(monkeypatch) -> None:
     """Layer 4 uses the entries of layer 1 instead of layer 3."""
     plain = V41Step._owner
-    monkeypatch.setattr(
-        V41Step, "_owner", lambda step, spec: step.pools[1] if spec.layer_idx == 4 else plain(step, spec)
-    )
-    breaks(r"layer 4 \(reuse\)")
+    owner = lambda step, spec: step.pools[1] if spec.layer_idx == 4 else plain(step, spec)  # noqa: E731
+    monkeypatch.setattr(V41Step, "_owner", owner)
 
 
-def test_candidates_left_out_are_seen(monkeypatch):
+def candidates_left_out(monkeypatch) -> None:
     monkeypatch.setattr(read, "_in_blocks", lambda blocks, size, entries: torch.ones(len(blocks), entries).bool())
-    breaks(r"layer 7 \(reindex\)")
 
 
-def test_the_newest_block_left_out_is_seen(monkeypatch):
+def newest_block_left_out(monkeypatch) -> None:
     plain = read._best_blocks
-    monkeypatch.setattr(
-        read, "_best_blocks", lambda score, visible, *rest: plain(score, torch.zeros_like(visible), *rest)
-    )
-    breaks(r"layer 7 \(reindex\)")
+    wrong = lambda score, visible, *rest: plain(score, torch.zeros_like(visible), *rest)  # noqa: E731
+    monkeypatch.setattr(read, "_best_blocks", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "draft_tokens"),
+    [
+        pytest.param(short_ring(127), r"layer 0 \(window\)", 0, id="ring of 127 rows"),
+        # The ring has one row less than 127 plus the step's tokens. The step's last token overwrites a row that its
+        # first token still sees.
+        pytest.param(short_ring(130), r"layer 0 \(window\)", 5, id="ring of 130 rows"),
+        (short_compressor_state, r"layer 1 \(full\)", 5),
+        (entry_visible_a_token_early, r"layer [135] \(full\)", 0),
+        (other_selection_in_a_reuse_layer, r"layer 8 \(reuse\)", 0),
+        (entries_of_another_layer, r"layer 4 \(reuse\)", 0),
+        (candidates_left_out, r"layer 7 \(reindex\)", 0),
+        (newest_block_left_out, r"layer 7 \(reindex\)", 0),
+    ],
+)
+def test_a_fault_shows(fault, said, draft_tokens, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=said):
+        test_drafts_are_rolled_back(draft_tokens) if draft_tokens else random_requests(0)
 
 
 # ---- selection by itself

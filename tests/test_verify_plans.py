@@ -52,7 +52,7 @@ class Verifying:
         request.kv_committed_len, self.results[request] = request.prompt, []
         return request
 
-    def turn(self, request: Request, accepted: int) -> None:
+    def round(self, request: Request, accepted: int) -> None:
         """Run a speculative round, or do nothing if memory is short."""
         server, component = self.server, self.server.component
         before, after = request.computed, request.computed + min(accepted, self.draft_tokens)
@@ -90,24 +90,24 @@ class Verifying:
 def test_an_answer_ends_with_a_snapshot(accepted: int, overlap: bool) -> None:
     """The boundary may lie anywhere in a step: tokens come one or nine at a time, starting two to three whole steps
     before the boundary."""
-    for compressor_state in range(BLOCK - 3 * 9, BLOCK - 2 * 9 + 1):
+    for tail in range(BLOCK - 3 * 9, BLOCK - 2 * 9 + 1):
         verifying = Verifying(TreeServer(blocks=20, snapshots=20, interval=FAR), 9, overlap)
-        request = verifying.admit([1, 2], compressor_state)
+        request = verifying.admit([1, 2], tail)
         assert request is not None
         while request.kv_committed_len < 3 * BLOCK:
-            verifying.turn(request, accepted)
+            verifying.round(request, accepted)
         verifying.finish(request)
         verifying.server.check()
-        assert 3 * BLOCK in verifying.server.component.slots.registry.length, compressor_state
+        assert 3 * BLOCK in verifying.server.component.slots.registry.length, tail
 
 
 def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
     verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 4, overlap=True)
     request = verifying.admit([1], tail=BLOCK - 8)  # Passes no boundary in the first rounds.
     assert request is not None
-    verifying.turn(request, 4)
+    verifying.round(request, 4)
     for _ in range(200):
-        verifying.turn(request, 3)
+        verifying.round(request, 3)
         assert len(request.pending) <= 2
         if request.kv_committed_len >= 2 * BLOCK:
             assert request.kv_committed_len // BLOCK * BLOCK in [length for length, _, _ in request.pending]
@@ -122,18 +122,18 @@ def test_a_slot_that_comes_too_late_is_not_taken(overlap: bool) -> None:
     request = verifying.admit([1], tail=BLOCK - 7)  # Nine tokens pass the boundary by two.
     assert request is not None
     verifying.server.keep_back()
-    verifying.turn(request, 9)
+    verifying.round(request, 9)
     verifying.server.let_go()
     assert request.computed == 2 * BLOCK + 2 and request.kv_committed_len <= request.computed
     for _ in range(3):
-        verifying.turn(request, 2)
+        verifying.round(request, 2)
         verifying.server.check()
     verifying.finish(request)
     verifying.server.check()
     assert 2 * BLOCK not in verifying.server.component.slots.registry.length
 
 
-TURNS = st.tuples(st.integers(0, 2), st.lists(st.integers(1, 9), min_size=1, max_size=30))
+ROUNDS = st.tuples(st.integers(0, 2), st.lists(st.integers(1, 9), min_size=1, max_size=30))
 OTHERS = st.tuples(st.sampled_from(["finish", "admit", "press", "keep back", "let go"]), st.integers(0, 127))
 
 
@@ -142,7 +142,7 @@ OTHERS = st.tuples(st.sampled_from(["finish", "admit", "press", "keep back", "le
     st.integers(2, 9),
     st.booleans(),
     st.integers(1, 8),
-    st.lists(st.one_of(TURNS, TURNS, OTHERS), min_size=5, max_size=40),
+    st.lists(st.one_of(ROUNDS, ROUNDS, OTHERS), min_size=5, max_size=40),
 )
 def test_what_counts_as_written_is_written(
     draft_tokens: int, overlap: bool, snapshots: int, steps: list[tuple[int | str, int | list[int]]]
@@ -154,7 +154,7 @@ def test_what_counts_as_written_is_written(
     for what, value in [("admit", 100), ("admit", 127), *steps]:
         if isinstance(what, int) and isinstance(value, list):
             for accepted in value if running else []:
-                verifying.turn(running[what % len(running)], accepted)
+                verifying.round(running[what % len(running)], accepted)
             verifying.server.check()
         elif isinstance(value, int):
             if what == "admit" and len(running) < 3:

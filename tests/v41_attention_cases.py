@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from attention_cases import GARBAGE, AttendCase, attend_case, rope
+from attention_cases import GARBAGE, AttendCase, IndexInputs, attend_case, index_inputs
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable, KVFormat
@@ -53,16 +53,9 @@ def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41Attend
 
 
 @dataclass
-class V41IndexCase:
+class V41IndexCase(IndexInputs):
     """Arguments of `index_topk_v41` without those for candidates and the output."""
 
-    q: Tensor
-    weights: Tensor
-    index_keys: Tensor
-    block_table: Tensor
-    token_request: Tensor
-    positions: Tensor
-    rope: Tensor
     ratio: int
     top: int
 
@@ -109,6 +102,14 @@ class V41IndexCase:
             kept.copy_(moved[0])
         return rows.cpu()
 
+    def check(self, op: Callable, size: int, most: int, device: torch.device | str = "cpu") -> None:
+        """Check that `op` selects and chooses candidates as the reference."""
+        expected, got = self.candidates(most), self.candidates(most)
+        for kept, within in ((None, None), (expected, None), (None, expected)):
+            other = got if kept is expected else kept
+            assert torch.equal(self.select(size, kept, within), self.select(size, other, within, op, device))
+        assert torch.equal(expected, got)
+
     def entries(self, size: int, kept: Tensor | None = None, within: Tensor | None = None) -> list[list[int]]:
         """Return the entries that the op selects for each token."""
         chosen = []
@@ -129,25 +130,7 @@ def v41_index_case(
     seven different keys, so scores tie.
     """
     g = torch.Generator().manual_seed(seed)
-    per_block, counts = 128 // ratio, [-(-end // 128) + 1 for _, end in lens]
-    shuffled = torch.randperm(sum(counts), generator=g).int().split(counts)
-    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
-    keys = torch.full((sum(counts), per_block, 72), 0x7F, dtype=torch.uint8)
-    for i, (blocks, (_, end)) in enumerate(zip(shuffled, lens)):
-        table[i, : len(blocks)] = blocks
-        entry = torch.arange(end // ratio)
-        y = torch.randn(max(len(entry), 7), 128, generator=g)
-        row = blocks.long()[entry // per_block] * per_block + entry % per_block
-        KeyTable(keys, KeyFormat.MXFP4).write(row, y[entry % 7] if equal else y[: len(entry)])
-    tokens = sum(end - begin for begin, end in lens)
-    return V41IndexCase(
-        q=torch.randn(tokens, heads, 128, generator=g).bfloat16(),
-        weights=torch.randint(-2, 5, (tokens, heads), generator=g) / 2,
-        index_keys=keys,
-        block_table=table,
-        token_request=torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(lens)]).int(),
-        positions=torch.cat([torch.arange(a, b) for a, b in lens]),
-        rope=rope(max(end for _, end in lens)),
-        ratio=ratio,
-        top=top,
-    )
+    inputs = index_inputs(lens, ratio, KeyFormat.MXFP4, lambda y: y, 7 if equal else 0, heads, g)
+    weights = torch.randint(-2, 5, inputs["q"].shape[:2], generator=g) / 2
+    inputs["q"] = inputs["q"].bfloat16()
+    return V41IndexCase(**inputs, weights=weights, ratio=ratio, top=top)

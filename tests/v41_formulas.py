@@ -72,8 +72,8 @@ def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    compressor_state = torch.view_as_complex(x[..., -64:].float().unflatten(-1, (-1, 2)).contiguous()) * freqs
-    return torch.cat([x[..., :-64], torch.view_as_real(compressor_state).flatten(-2).bfloat16()], -1)
+    turned = torch.view_as_complex(x[..., -64:].float().unflatten(-1, (-1, 2)).contiguous()) * freqs
+    return torch.cat([x[..., :-64], torch.view_as_real(turned).flatten(-2).bfloat16()], -1)
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -6,12 +6,21 @@ graph. The sizes of a prefill step are known on the host. Letters for shapes are
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers, align, gather_tables
-from dsv4_sglang.cache.step import StepMetadata, prefill_window_size, ring_window, visible_entries, window_lens
+from dsv4_sglang.cache.step import (
+    PER_TOKEN,
+    StepMetadata,
+    prefill_window_size,
+    ring_window,
+    visible_entries,
+    window_lens,
+)
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
@@ -112,6 +121,11 @@ def build_decode(
     return step_of(buffers, seq_lens.shape[0], out_loc, tracks)
 
 
+def _of_tokens(buffers: DecodeBuffers | PrefillBuffers, tokens: int) -> dict[str, Any]:
+    """Return the attributes of `StepMetadata` of the first tokens in `buffers`."""
+    return {name: getattr(buffers, name)[:tokens] for name in PER_TOKEN}
+
+
 def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = False) -> StepMetadata:
     """Return the metadata of a decode step in `buffers`, as written by `build_decode` or by a graph replay.
 
@@ -126,16 +140,10 @@ def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = Fals
         slots=buffers.slots[:n],
         prefix_lens=buffers.prefix_lens[:n],
         query_start=buffers.query_start[: n + 1],
-        token_request=buffers.token_request[:t],
-        positions=buffers.positions[:t],
         out_loc=out_loc,
         track_slots=None,
         block_table=buffers.block_table[:n],
-        window_indices=buffers.window_indices[:t],
-        window_lens=buffers.window_lens[:t],
-        csa_lens=buffers.csa_lens[:t],
-        hca_indices=buffers.hca_indices[:t],
-        hca_lens=buffers.hca_lens[:t],
+        **_of_tokens(buffers, t),
         copy_src=buffers.copy_src[:n] if tracks else None,
         copy_dst=buffers.copy_dst[:n] if tracks else None,
     )
@@ -160,7 +168,7 @@ def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -
     )
     for name in ("slots", "query_start"):
         getattr(buffers, name).copy_(getattr(step, name))
-    for name in ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_indices", "hca_lens"):
+    for name in PER_TOKEN:
         getattr(buffers, name)[:tokens].copy_(getattr(step, name))
     buffers.token_track[:tokens].copy_(_token_tracks(buffers.track_slots, buffers.track_lens, owner, positions))
 
@@ -197,16 +205,10 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
         slots=buffers.slots,
         prefix_lens=buffers.prefix_lens,
         query_start=buffers.query_start,
-        token_request=buffers.token_request[:tokens],
-        positions=buffers.positions[:tokens],
         out_loc=out_loc,
         track_slots=buffers.token_track[:tokens],
         block_table=buffers.block_table,
-        window_indices=buffers.window_indices[:tokens],
-        window_lens=buffers.window_lens[:tokens],
-        csa_lens=buffers.csa_lens[:tokens],
-        hca_indices=buffers.hca_indices[:tokens],
-        hca_lens=buffers.hca_lens[:tokens],
+        **_of_tokens(buffers, tokens),
         window_size=prefill_window_size(tokens, requests),
     )
 

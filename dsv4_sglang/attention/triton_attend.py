@@ -46,23 +46,16 @@ from dsv4_sglang.attention.triton_entries import (
     table_stride,
 )
 from dsv4_sglang.attention.triton_softmax import (
-    LOG2_E,
-    NO_LOGIT,
-    add,
-    device_limits,
-    inverse_denominator,
+    add_tile,
+    check_table,
+    empty_sums,
     load_query,
-    logits,
-    merge_kernel,
+    plan_launch,
     products,
-    split_count,
-    store_output,
-    store_partial,
-    tiling,
-    weigh,
+    store_sums,
+    tiles_of_split,
 )
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 
 @triton.jit
@@ -172,20 +165,10 @@ def _attend_kernel(
     is_head = head < heads
     q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
     q0, q1, q2, q3 = load_query(q_at, is_head[:, None], FOLD, DOT)
-
-    window_len = tl.load(window_lens_ptr + token)
-    window_tiles = tl.cdiv(window_len, BLOCK_N)
-    tiles = window_tiles
-    if HAS_ENTRIES:
-        entry_len = tl.load(entry_lens_ptr + token)
-        tiles += tl.cdiv(entry_len, BLOCK_N)
-    share = tl.cdiv(tiles, splits)
-    begin = tl.minimum(split * share, tiles)
-    end = tl.minimum(begin + share, tiles)
-
-    top, total = tl.full([BLOCK_H], NO_LOGIT, tl.float32), tl.zeros([BLOCK_H], tl.float32)
-    o0, o1 = tl.zeros([BLOCK_H, PIECE0], tl.float32), tl.zeros([BLOCK_H, PIECE1], tl.float32)
-    o2, o3 = tl.zeros([BLOCK_H, PIECE2], tl.float32), tl.zeros([BLOCK_H, ROPE], tl.float32)
+    window_len, entry_len, window_tiles, begin, end = tiles_of_split(
+        window_lens_ptr, entry_lens_ptr, token, split, splits, HAS_ENTRIES, BLOCK_N
+    )
+    top, total, o0, o1, o2, o3 = empty_sums(BLOCK_H)
     for tile in tl.range(begin, end, num_stages=STAGES):
         indices_at = window_indices_ptr + token * window_indices_stride
         chosen = (window_ptr, indices_at, window_len, window_block_stride, window_entries_per_block, window_shift)
@@ -209,19 +192,13 @@ def _attend_kernel(
         k0, k1, k2, k3, valid, missing = _load_entries(
             index, table, block_stride, entries_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
         )
-        logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, missing, FOLD, PRECISION)
-        logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
-        p, rescale, top, total = weigh(logit, top, total)
-        o0, o1, o2, o3 = add(p, k0, k1, k2, k3, missing, o0, o1, o2, o3, rescale[:, None], FOLD, DOT, PRECISION)
-
-    if SPLIT:
-        at = (token * splits + split) * heads + head
-        store_partial(partial_ptr, stats_ptr, at, is_head, begin < end, top, total, o0, o1, o2, o3, FOLD)
-    else:
-        at = token * heads + head
-        norm = inverse_denominator(tl.load(sink_ptr + head, mask=is_head, other=0.0), top, total)
-        angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE
-        store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD, BLOCK_H)
+        top, total, o0, o1, o2, o3 = add_tile(
+            top, total, o0, o1, o2, o3, q0, q1, q2, q3, k0, k1, k2, k3, valid, missing, scale, FOLD, DOT, PRECISION
+        )
+    store_sums(
+        out_ptr, partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr,
+        token, split, splits, head, heads, is_head, begin < end, top, total, o0, o1, o2, o3, FOLD, SPLIT, BLOCK_H,
+    )  # fmt: skip
 
 
 def _block_shift(table: Tensor) -> int:
@@ -230,28 +207,6 @@ def _block_shift(table: Tensor) -> int:
         return 30
     rows = table.shape[1]
     return rows.bit_length() - 1 if rows & (rows - 1) == 0 else -1
-
-
-def _check(q: Tensor, inputs: AttendInputs) -> None:
-    if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
-        raise ValueError(
-            f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1"
-        )
-    stored = inputs.kv_format
-    for name, listed in (("window", inputs.window), ("entries", inputs.entries)):
-        if listed is None:
-            continue
-        table, width = listed.table, stored.width
-        if table.dtype != stored.dtype or table.shape[-1] != width:
-            raise ValueError(
-                f"{name} is {table.dtype} of width {table.shape[-1]}; expected {stored.dtype} of {width} for "
-                f"{stored.value} entries"
-            )
-        odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
-        if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
-            raise ValueError(
-                f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1) and 16 B alignment"
-            )
 
 
 def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor:
@@ -267,47 +222,32 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     Returns:
         Output [T, heads, 512] in the dtype of `q`.
     """
-    _check(q, inputs)
-    tokens, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if tokens == 0:
-        return out
     fp8 = inputs.kv_format is KVFormat.FP8
-    dot, precision = products(q.dtype, inputs.kv_format)
-    shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
-    tile = tiling(heads, fp8, dot == tl.float32, shared_memory)
-    groups = triton.cdiv(heads, tile.heads)
     window, entries = inputs.window, inputs.entries or inputs.window
-    if splits is None:
-        listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
-        splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
-    partial = stats = out
-    if splits > 1:
-        partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
-        stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
+    check_table("window", window.table, inputs.kv_format)
+    check_table("entries", entries.table, inputs.kv_format)
+    dot, precision = products(q.dtype, inputs.kv_format)
+    listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
+    launch = plan_launch(q, listed, fp8, dot == tl.float32, splits)
+    if q.shape[0] == 0:
+        return launch.out
     tables = [
         (listed.indices.stride(0), table_stride(listed.table), listed.table.shape[1], _block_shift(listed.table))
         for listed in (window, entries)
     ]
-    _attend_kernel[(tokens, splits, groups)](
-        *(q, inputs.sink, *window, *entries, inputs.positions, inputs.rope, out, partial, stats),
-        *(inputs.scale, heads, splits, q.stride(0), q.stride(1), *tables[0], *tables[1]),
+    _attend_kernel[launch.grid](
+        *(q, inputs.sink, *window, *entries, inputs.positions, inputs.rope, launch.out, launch.partial, launch.stats),
+        *(inputs.scale, q.shape[1], launch.splits, q.stride(0), q.stride(1), *tables[0], *tables[1]),
         SHIFT=all(shift >= 0 for *_, shift in tables),
         FP8=fp8,
         FOLD=fp8 and q.dtype == torch.bfloat16,
         HAS_ENTRIES=inputs.entries is not None,
-        SPLIT=splits > 1,
+        SPLIT=launch.splits > 1,
         DOT=dot,
         PRECISION=precision,
-        BLOCK_H=tile.heads,
-        BLOCK_N=tile.rows,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
+        BLOCK_H=launch.tile.heads,
+        BLOCK_N=launch.tile.rows,
+        STAGES=launch.tile.stages,
+        num_warps=launch.tile.warps,
     )
-    if splits > 1:
-        merge_kernel[(tokens, heads)](
-            *(partial, stats, inputs.sink, inputs.positions, inputs.rope, out, heads, splits),
-            BLOCK_S=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
-    return out
+    return launch.merge(inputs.sink, inputs.positions, inputs.rope)

@@ -8,7 +8,6 @@ values times their scales have at most six significant bits.
 Traffic: 528 B per window entry and 288 B per compressed entry for each group of heads.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,23 +27,16 @@ from dsv4_sglang.attention.triton_entries import (
     table_stride,
 )
 from dsv4_sglang.attention.triton_softmax import (
-    LOG2_E,
-    NO_LOGIT,
-    add,
-    device_limits,
-    inverse_denominator,
+    add_tile,
+    check_table,
+    empty_sums,
     load_query,
-    logits,
-    merge_kernel,
+    plan_launch,
     products,
-    split_count,
-    store_output,
-    store_partial,
-    tiling,
-    weigh,
+    store_sums,
+    tiles_of_split,
 )
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.formats.v41_entries import V41KVFormat
 
 FP8_SCALES = tl.constexpr(V41KVFormat.FP8.scale_bytes)
@@ -107,11 +99,9 @@ def _read_tile(
     k2 = _dims(block_at, inside, entries_per_block, is_entry, AT2, PIECE2, FP4, DOT)
     k3 = _dims(block_at, inside, entries_per_block, is_entry, NOPE, ROPE, FP4, DOT)
     missing = tl.full([BLOCK_N], 1.0, tl.float32)
-    logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, missing, False, PRECISION)
-    logit = tl.where((index >= 0)[None, :], logit * (scale * LOG2_E), float("-inf"))
-    p, rescale, top, total = weigh(logit, top, total)
-    o0, o1, o2, o3 = add(p, k0, k1, k2, k3, missing, o0, o1, o2, o3, rescale[:, None], False, DOT, PRECISION)
-    return top, total, o0, o1, o2, o3
+    return add_tile(
+        top, total, o0, o1, o2, o3, q0, q1, q2, q3, k0, k1, k2, k3, index >= 0, missing, scale, False, DOT, PRECISION
+    )
 
 
 @triton.jit
@@ -133,20 +123,10 @@ def _attend_v41_kernel(
     is_head = head < heads
     q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
     q0, q1, q2, q3 = load_query(q_at, is_head[:, None], False, DOT)
-
-    window_len = tl.load(window_lens_ptr + token)
-    window_tiles = tl.cdiv(window_len, BLOCK_N)
-    tiles = window_tiles
-    if HAS_ENTRIES:
-        entry_len = tl.load(entry_lens_ptr + token)
-        tiles += tl.cdiv(entry_len, BLOCK_N)
-    share = tl.cdiv(tiles, splits)
-    begin = tl.minimum(split * share, tiles)
-    end = tl.minimum(begin + share, tiles)
-
-    top, total = tl.full([BLOCK_H], NO_LOGIT, tl.float32), tl.zeros([BLOCK_H], tl.float32)
-    o0, o1 = tl.zeros([BLOCK_H, PIECE0], tl.float32), tl.zeros([BLOCK_H, PIECE1], tl.float32)
-    o2, o3 = tl.zeros([BLOCK_H, PIECE2], tl.float32), tl.zeros([BLOCK_H, ROPE], tl.float32)
+    window_len, entry_len, window_tiles, begin, end = tiles_of_split(
+        window_lens_ptr, entry_lens_ptr, token, split, splits, HAS_ENTRIES, BLOCK_N
+    )
+    top, total, o0, o1, o2, o3 = empty_sums(BLOCK_H)
     for tile in tl.range(begin, tl.minimum(end, window_tiles)):
         top, total, o0, o1, o2, o3 = _read_tile(
             (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
@@ -161,29 +141,10 @@ def _attend_v41_kernel(
                 (tile - window_tiles) * BLOCK_N, entry_block_stride, compressed_entries_per_block,
                 scale, True, DOT, PRECISION, BLOCK_N,
             )  # fmt: skip
-
-    if SPLIT:
-        at = (token * splits + split) * heads + head
-        store_partial(partial_ptr, stats_ptr, at, is_head, begin < end, top, total, o0, o1, o2, o3, False)
-    else:
-        at = token * heads + head
-        norm = inverse_denominator(tl.load(sink_ptr + head, mask=is_head, other=0.0), top, total)
-        angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE
-        store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, False, BLOCK_H)
-
-
-def _check(name: str, table: Tensor, stored: V41KVFormat) -> None:
-    width = stored.row_bytes
-    if table.dtype != torch.uint8 or table.shape[-1] != width:
-        raise ValueError(
-            f"{name} is {table.dtype} of width {table.shape[-1]}; expected torch.uint8 of {width} for V4.1's "
-            f"{stored.value} entries"
-        )
-    odd_blocks = table.shape[0] > 1 and table.stride(0) % 16
-    if table.stride()[1:] != (width, 1) or odd_blocks or table.data_ptr() % 16:
-        raise ValueError(
-            f"{name} has stride {table.stride()}; expected (a multiple of 16, {width}, 1) and 16 B alignment"
-        )
+    store_sums(
+        out_ptr, partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr,
+        token, split, splits, head, heads, is_head, begin < end, top, total, o0, o1, o2, o3, False, SPLIT, BLOCK_H,
+    )  # fmt: skip
 
 
 def attend_v41(
@@ -205,46 +166,29 @@ def attend_v41(
     Kernel launches depend on shapes only and lengths are read on the device, so CUDA graphs can capture the call.
     `splits` is the number of splits; None chooses it.
     """
-    if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
-        raise ValueError(f"q is {tuple(q.shape)}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1")
     has_entries = entries is not None and entry_indices is not None and entry_lens is not None
-    _check("window", window, V41KVFormat.FP8)
+    check_table("window", window, V41KVFormat.FP8)
     if entries is None or entry_indices is None or entry_lens is None:
         entries, entry_indices, entry_lens = window, window_indices, window_lens
     else:
-        _check("entries", entries, V41KVFormat.FP4)
-    tokens, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if tokens == 0:
-        return out
+        check_table("entries", entries, V41KVFormat.FP4)
     dot, precision = products(q.dtype, KVFormat.FP8)
-    shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
-    tile = tiling(heads, False, dot == tl.float32, shared_memory)
-    groups = triton.cdiv(heads, tile.heads)
-    if splits is None:
-        listed = window_indices.shape[1] + (entry_indices.shape[1] if has_entries else 0)
-        splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
-    partial = stats = out
-    if splits > 1:
-        partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
-        stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
-    _attend_v41_kernel[(tokens, splits, groups)](
+    listed = window_indices.shape[1] + (entry_indices.shape[1] if has_entries else 0)
+    launch = plan_launch(q, listed, False, dot == tl.float32, splits)
+    if q.shape[0] == 0:
+        return launch.out
+    _attend_v41_kernel[launch.grid](
         *(q, sink, window, window_indices, window_lens, entries, entry_indices, entry_lens),
-        *(positions, rope, out, partial, stats, scale, heads, splits, q.stride(0), q.stride(1)),
+        *(positions, rope, launch.out, launch.partial, launch.stats),
+        *(scale, q.shape[1], launch.splits, q.stride(0), q.stride(1)),
         *(window_indices.stride(0), table_stride(window), window.shape[1]),
         *(entry_indices.stride(0), table_stride(entries), entries.shape[1]),
         HAS_ENTRIES=has_entries,
-        SPLIT=splits > 1,
+        SPLIT=launch.splits > 1,
         DOT=dot,
         PRECISION=precision,
-        BLOCK_H=tile.heads,
-        BLOCK_N=tile.rows,
-        num_warps=tile.warps,
+        BLOCK_H=launch.tile.heads,
+        BLOCK_N=launch.tile.rows,
+        num_warps=launch.tile.warps,
     )
-    if splits > 1:
-        merge_kernel[(tokens, heads)](
-            *(partial, stats, sink, positions, rope, out, heads, splits),
-            BLOCK_S=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
-    return out
+    return launch.merge(sink, positions, rope)

@@ -11,9 +11,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dsv4_sglang.attention.triton_entries import (
     DIM,
+    PIECE0,
+    PIECE1,
+    PIECE2,
     ROPE,
     SQRT_E4M3_FACTOR,
     angles,
@@ -22,13 +26,42 @@ from dsv4_sglang.attention.triton_entries import (
     load_pieces,
     store_pieces,
 )
-from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.formats import EntryFormat, KVFormat
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Initial value of the online maximum. With -inf, -inf - (-inf) would give NaN.
 NO_LOGIT = tl.constexpr(-1e30)
 # Triton's interpreter multiplies the bits of bf16 operands as integers, so products are computed in fp32 there.
 _INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def tiles_of_split(
+    window_lens_ptr, entry_lens_ptr, token, split, splits, HAS_ENTRIES: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the lengths of a token's two lists, the number of window tiles, and the first tile and end of a split.
+
+    Tiles of the window list come first, then tiles of the entry list.
+    """
+    window_len = tl.load(window_lens_ptr + token)
+    window_tiles = tl.cdiv(window_len, BLOCK_N)
+    tiles = window_tiles
+    entry_len = window_len
+    if HAS_ENTRIES:
+        entry_len = tl.load(entry_lens_ptr + token)
+        tiles += tl.cdiv(entry_len, BLOCK_N)
+    share = tl.cdiv(tiles, splits)
+    begin = tl.minimum(split * share, tiles)
+    return window_len, entry_len, window_tiles, begin, tl.minimum(begin + share, tiles)
+
+
+@triton.jit
+def empty_sums(BLOCK_H: tl.constexpr):
+    """Return the state of the online softmax before the first tile: maximum, sum, four accumulators."""
+    top, total = tl.full([BLOCK_H], NO_LOGIT, tl.float32), tl.zeros([BLOCK_H], tl.float32)
+    o0, o1 = tl.zeros([BLOCK_H, PIECE0], tl.float32), tl.zeros([BLOCK_H, PIECE1], tl.float32)
+    return top, total, o0, o1, tl.zeros([BLOCK_H, PIECE2], tl.float32), tl.zeros([BLOCK_H, ROPE], tl.float32)
 
 
 @triton.jit
@@ -55,21 +88,18 @@ def logits(q0, q1, q2, q3, k0, k1, k2, k3, missing, FOLD: tl.constexpr, PRECISIO
 
 
 @triton.jit
-def weigh(logit, top, total):
-    """Perform one step of the online softmax. Return probabilities, the rescaling factor of earlier sums, the new
-    maximum and the new sum.
-    """
+def add_tile(
+    top, total, o0, o1, o2, o3, q0, q1, q2, q3, k0, k1, k2, k3, valid, missing, scale,
+    FOLD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Perform one step of the online softmax over the `valid` ones of a tile's entries. Return its state after it."""
+    logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, missing, FOLD, PRECISION)
+    logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
     new_top = tl.maximum(top, tl.max(logit, 1))
     rescale = tl.exp2(top - new_top)
     p = tl.exp2(logit - new_top[:, None])
-    return p, rescale, new_top, total * rescale + tl.sum(p, 1)
-
-
-@triton.jit
-def add(
-    p, k0, k1, k2, k3, missing, o0, o1, o2, o3, rescale, FOLD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Add the probability-weighted sum of a tile's entries to the accumulators."""
+    total = total * rescale + tl.sum(p, 1)
+    rescale = rescale[:, None]
     tail_p = p.to(DOT)
     if FOLD:
         # Apply the second half of the missing factor after the product of keys, so that intermediate values stay far
@@ -82,7 +112,7 @@ def add(
     # Not accumulated by tl.dot: this product would overlap with that of the next tile, and ptxas would serialise all of
     # them.
     o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
-    return o0, o1, o2, o3
+    return new_top, total, o0, o1, o2, o3
 
 
 @triton.jit
@@ -95,27 +125,34 @@ def inverse_denominator(sink, top, total):
 
 
 @triton.jit
-def store_partial(partial_ptr, stats_ptr, at, is_head, has_keys, top, total, o0, o1, o2, o3, FOLD: tl.constexpr):
-    """Store a split for `merge_kernel`: maximum, sum and, if there were keys, the weighted sum of entries."""
-    tl.store(stats_ptr + at * 2, top, mask=is_head)
-    tl.store(stats_ptr + at * 2 + 1, total, mask=is_head)
-    if FOLD:
-        o0, o1, o2 = o0 * SQRT_E4M3_FACTOR, o1 * SQRT_E4M3_FACTOR, o2 * SQRT_E4M3_FACTOR
-    store_pieces(partial_ptr + at[:, None] * DIM, o0, o1, o2, o3, is_head[:, None] & has_keys)
-
-
-@triton.jit
-def store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Store the sums of entries, normalised and with the inverse RoPE applied."""
-    to = out_ptr + at[:, None] * DIM
-    nope_norm = norm
-    if FOLD:
-        nope_norm = norm * SQRT_E4M3_FACTOR
-    norm, nope_norm = norm[:, None], nope_norm[:, None]
-    o3 = o3 * norm
-    angle_at += tl.arange(0, ROPE // 2) * 2
-    o3 = inverse_rope_dims(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
-    store_pieces(to, o0 * nope_norm, o1 * nope_norm, o2 * nope_norm, o3, is_head[:, None])
+def store_sums(
+    out_ptr, partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr,
+    token, split, splits, head, heads, is_head, has_keys, top, total, o0, o1, o2, o3,
+    FOLD: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of entries, normalised and with the inverse RoPE applied. With SPLIT store a split for
+    `merge_kernel`: maximum, sum and, if there were keys, the weighted sum of entries.
+    """
+    if SPLIT:
+        at = (token * splits + split) * heads + head
+        tl.store(stats_ptr + at * 2, top, mask=is_head)
+        tl.store(stats_ptr + at * 2 + 1, total, mask=is_head)
+        if FOLD:
+            o0, o1, o2 = o0 * SQRT_E4M3_FACTOR, o1 * SQRT_E4M3_FACTOR, o2 * SQRT_E4M3_FACTOR
+        store_pieces(partial_ptr + at[:, None] * DIM, o0, o1, o2, o3, is_head[:, None] & has_keys)
+    else:
+        at = token * heads + head
+        norm = inverse_denominator(tl.load(sink_ptr + head, mask=is_head, other=0.0), top, total)
+        angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE
+        to = out_ptr + at[:, None] * DIM
+        nope_norm = norm
+        if FOLD:
+            nope_norm = norm * SQRT_E4M3_FACTOR
+        norm, nope_norm = norm[:, None], nope_norm[:, None]
+        o3 = o3 * norm
+        angle_at += tl.arange(0, ROPE // 2) * 2
+        o3 = inverse_rope_dims(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
+        store_pieces(to, o0 * nope_norm, o1 * nope_norm, o2 * nope_norm, o3, is_head[:, None])
 
 
 @triton.jit
@@ -226,3 +263,79 @@ def products(q: torch.dtype, stored: KVFormat) -> tuple[tl.dtype, str]:
     if q == torch.float16:
         return tl.float32, "tf32"
     raise ValueError(f"q is {q}; expected bfloat16, float16 or float32")
+
+
+class Launch(NamedTuple):
+    """A call of an attention kernel of this package: its grid, its tile sizes, and the tensors that it writes.
+
+    Attributes:
+        out: [T, H, 512], output.
+        splits: programs that share the lists of a token.
+        grid: (tokens, splits, groups of heads).
+        tile: tile sizes of a program.
+        partial, stats: fp32, partial results of the splits. Unused tensors with one split.
+    """
+
+    out: Tensor
+    splits: int
+    grid: tuple[int, int, int]
+    tile: Tiling
+    partial: Tensor
+    stats: Tensor
+
+    def merge(self, sink: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
+        """Merge the partial results of the kernel, if there are several. Return `out`."""
+        if self.splits > 1:
+            tokens, heads, _ = self.out.shape
+            merge_kernel[(tokens, heads)](
+                *(self.partial, self.stats, sink, positions, rope, self.out, heads, self.splits),
+                BLOCK_S=triton.next_power_of_2(self.splits),
+                num_warps=4,
+            )
+        return self.out
+
+
+def plan_launch(q: Tensor, listed: int, fp8: bool, exact: bool, splits: int | None) -> Launch:
+    """Choose grid and tile sizes and allocate the output.
+
+    Args:
+        q: queries [T, H, 512].
+        listed: largest number of entries that a token lists.
+        fp8: entries are FP8.
+        exact: products are fp32.
+        splits: number of splits; None chooses it.
+
+    Raises:
+        ValueError: wrong shape of `q`.
+    """
+    if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1"
+        )
+    tokens, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
+    tile = tiling(heads, fp8, exact, shared_memory)
+    groups = triton.cdiv(heads, tile.heads)
+    if splits is None:
+        splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
+    partial = stats = out
+    if splits > 1:
+        partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
+        stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
+    return Launch(out, splits, (tokens, splits, groups), tile, partial, stats)
+
+
+def check_table(name: str, table: Tensor, stored: EntryFormat) -> None:
+    """Raise ValueError unless the kernels can read the KV buffer `table` of format `stored`."""
+    width = stored.width
+    if table.dtype != stored.dtype or table.shape[-1] != width:
+        raise ValueError(
+            f"{name} is {table.dtype} of width {table.shape[-1]}; expected {stored.dtype} of {width} for "
+            f"{stored.value} entries"
+        )
+    odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
+    if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
+        raise ValueError(
+            f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1) and 16 B alignment"
+        )

@@ -6,18 +6,21 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
-from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
-from dsv4_sglang.formats import EntryFormat, KeyFormat, KVFormat
+from dsv4_sglang.cache.schema import LayerCacheSchema, SchemaOptions, build_schema
+from dsv4_sglang.formats import EntryFormat
 from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.model.layer_schedule import LayerSpec
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 Spec = TypeVar("Spec", bound=LayerKVSpec)
 
@@ -71,29 +74,17 @@ class CacheLayout(Generic[Spec]):
         schedule: Sequence[LayerSpec],
         device: torch.device,
         *,
-        kv_format: KVFormat | str = KVFormat.FP8,
-        key_format: KeyFormat | str = KeyFormat.MXFP4,
-        hca_state: HcaState | str = HcaState.RAW,
-        draft_tokens: int = 0,
         sm100: bool | None = None,
         draft_layers: int = 0,
+        **options: Unpack[SchemaOptions],
     ) -> CacheLayout[LayerCacheSchema]:
         """Return the layout of a V4 model.
 
-        Options are those of `build_schema`. The last `draft_layers` of the schedule are those of a draft model.
+        `options` are those of `build_schema`. The last `draft_layers` of the schedule are those of a draft model.
         """
-        schemas = [
-            build_schema(
-                config,
-                spec,
-                kv_format=kv_format,
-                key_format=key_format,
-                hca_state=hca_state,
-                draft_tokens=draft_tokens,
-            )
-            for spec in schedule
-        ]
-        return CacheLayout(tuple(schemas), device, sm100, draft_layers)
+        return CacheLayout(
+            tuple(build_schema(config, spec, **options) for spec in schedule), device, sm100, draft_layers
+        )
 
     @property
     def kinds(self) -> tuple[enum.Enum, ...]:

@@ -6,13 +6,16 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 _INT32_BYTES = 4
 
@@ -123,6 +126,15 @@ class LayerCacheSchema(LayerKVSpec):
         return super().state_bytes + self.position_bytes
 
 
+class SchemaOptions(TypedDict, total=False):
+    """Options of `build_schema`."""
+
+    kv_format: KVFormat | str
+    key_format: KeyFormat | str
+    hca_state: HcaState | str
+    draft_tokens: int
+
+
 def build_schema(
     config: DSV4Config,
     layer_spec: LayerSpec,
@@ -181,11 +193,7 @@ def compute_block_budget(
     schedule: Sequence[LayerSpec],
     max_context_len: int,
     max_requests: int,
-    *,
-    kv_format: KVFormat | str = KVFormat.FP8,
-    key_format: KeyFormat | str = KeyFormat.MXFP4,
-    hca_state: HcaState | str = HcaState.RAW,
-    draft_tokens: int = 0,
+    **options: Unpack[SchemaOptions],
 ) -> BlockBudget:
     """Return the storage for a number of requests of equal length, without shared blocks.
 
@@ -196,17 +204,12 @@ def compute_block_budget(
         schedule: kinds of the layers.
         max_context_len: tokens of each request.
         max_requests: number of requests.
-        kv_format, key_format, hca_state, draft_tokens: as in `build_schema`.
+        options: as in `build_schema`.
     """
     for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
-    schemas = [
-        build_schema(
-            config, spec, kv_format=kv_format, key_format=key_format, hca_state=hca_state, draft_tokens=draft_tokens
-        )
-        for spec in schedule
-    ]
+    schemas = [build_schema(config, spec, **options) for spec in schedule]
     blocks = max_requests * math.ceil(max_context_len / BLOCK_TOKENS)
     rows = {schema.attn: blocks * schema.entries_per_block for schema in schemas}
     block_bytes = sum(schema.block_bytes for schema in schemas)

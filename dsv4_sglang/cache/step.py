@@ -67,6 +67,10 @@ def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Te
     return seen if top_k is None else seen.clamp_max(top_k)
 
 
+# Attributes of `StepMetadata` with an element or a row for each token, besides `out_loc` and `track_slots`.
+PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_indices", "hca_lens")
+
+
 @dataclass
 class StepMetadata:
     """Device tensors of one step.
@@ -119,8 +123,7 @@ class StepMetadata:
         `tokens` [n] int64 are the pool slots of these tokens.
         """
         n = tokens.shape[0]
-        own = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_indices", "hca_lens")
-        parts = {name: getattr(self, name)[:n] for name in own}
+        parts = {name: getattr(self, name)[:n] for name in PER_TOKEN}
         track_slots = None if self.track_slots is None else self.track_slots[:n]
         window_size = prefill_window_size(n, self.slots.shape[0])
         return replace(self, out_loc=tokens, track_slots=track_slots, window_size=window_size, **parts)

@@ -18,6 +18,18 @@ FIXED = {
     "sliding_window": WINDOW,
     "index_head_dim": 128,
 }
+# Other counts of both models.
+_COUNTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "index_n_heads",
+    "index_topk",
+    "max_position_embeddings",
+)
 _LAYER_TYPE_RATIO = {
     "sliding_attention": 0,
     "compressed_sparse_attention": CSA_RATIO,
@@ -35,31 +47,14 @@ class Yarn:
     beta_slow: float
 
 
-def check_sizes(config: Any) -> None:
-    """Check the fields that V4 and V4.1 share.
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields that V4 and V4.1 share. They have the names of config.json.
+
+    Sizes count elements, lengths count tokens.
 
     Raises:
         ValueError: a field differs from `FIXED`, a count is below 1, or there are fewer ratios than layers.
-    """
-    for name, wanted in FIXED.items():
-        if getattr(config, name) != wanted:
-            raise ValueError(f"config field {name!r} is {getattr(config, name)!r}; this cache stores only {wanted}")
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "index_n_heads", "index_topk"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"config field {name!r} is {getattr(config, name)!r}; expected at least 1")
-    if len(config.compress_ratios) < config.num_hidden_layers:
-        raise ValueError(
-            f"config field 'compress_ratios' has {len(config.compress_ratios)} entries; expected at least "
-            f"num_hidden_layers = {config.num_hidden_layers}"
-        )
-
-
-@dataclass(frozen=True)
-class DSV4Config:
-    """A DeepSeek-V4 model. Fields have the names of config.json. Sizes count elements, lengths count tokens.
-
-    `compress_ratios[i]` is the ratio of layer i (0 SWA, 4 CSA, 128 HCA). The list may be longer than
-    `num_hidden_layers` (the additional entries are MTP blocks) but not shorter. `ratio()` takes any layer.
     """
 
     num_hidden_layers: int
@@ -80,12 +75,43 @@ class DSV4Config:
     yarn: Yarn
     max_position_embeddings: int
     rms_norm_eps: float
-    num_nextn_predict_layers: int
-    num_hash_layers: int
     compress_ratios: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        for name, wanted in FIXED.items():
+            if getattr(self, name) != wanted:
+                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; this cache stores only {wanted}")
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "index_n_heads", "index_topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; expected at least 1")
+        if len(self.compress_ratios) < self.num_hidden_layers:
+            raise ValueError(
+                f"config field 'compress_ratios' has {len(self.compress_ratios)} entries; expected at least "
+                f"num_hidden_layers = {self.num_hidden_layers}"
+            )
+        self._check_ratios()
+
+    def _check_ratios(self) -> None:
+        """Raise ValueError for ratios that this model does not have."""
+
+    @property
+    def rope_dim(self) -> int:
+        """Trailing dims of an entry that RoPE rotates."""
+        return self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class DSV4Config(ModelConfig):
+    """A DeepSeek-V4 model.
+
+    `compress_ratios[i]` is the ratio of layer i (0 SWA, 4 CSA, 128 HCA). The list may be longer than
+    `num_hidden_layers` (the additional entries are MTP blocks) but not shorter. `ratio()` takes any layer.
+    """
+
+    num_nextn_predict_layers: int
+    num_hash_layers: int
+
+    def _check_ratios(self) -> None:
         for layer, ratio in enumerate(self.compress_ratios):
             if ratio not in RATIOS:
                 raise ValueError(
@@ -96,11 +122,6 @@ class DSV4Config:
                     f"config field 'compress_ratios[{layer}]' is {ratio}; layers from num_hidden_layers = "
                     f"{self.num_hidden_layers} on are MTP blocks, whose ratio is 0"
                 )
-
-    @property
-    def rope_dim(self) -> int:
-        """Trailing dims of an entry that RoPE rotates."""
-        return self.qk_rope_head_dim
 
     @property
     def window(self) -> int:
@@ -162,40 +183,26 @@ class DSV4Config:
         """
         fields = Fields(config)
         fields.check_model_type()
-        rope_theta, compress_rope_theta, yarn = fields.rope()
         return cls(
-            num_hidden_layers=fields.integer("num_hidden_layers"),
-            hidden_size=fields.integer("hidden_size"),
-            num_attention_heads=fields.integer("num_attention_heads"),
-            num_key_value_heads=fields.integer("num_key_value_heads"),
-            head_dim=fields.integer("head_dim"),
-            qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-            q_lora_rank=fields.integer("q_lora_rank"),
-            o_groups=fields.integer("o_groups"),
-            o_lora_rank=fields.integer("o_lora_rank"),
-            sliding_window=fields.integer("sliding_window", "window_size"),
-            index_n_heads=fields.integer("index_n_heads"),
-            index_head_dim=fields.integer("index_head_dim"),
-            index_topk=fields.integer("index_topk"),
-            rope_theta=rope_theta,
-            compress_rope_theta=compress_rope_theta,
-            yarn=yarn,
-            max_position_embeddings=fields.integer("max_position_embeddings"),
-            rms_norm_eps=fields.number("rms_norm_eps"),
+            **fields.shared(),
             num_nextn_predict_layers=fields.integer("num_nextn_predict_layers"),
             num_hash_layers=fields.hash_layers(),
             compress_ratios=fields.ratios(),
         )
 
 
-_COMMON: dict[str, Any] = {
+# Fields that the released models of V4 and V4.1 have in common.
+RELEASED: dict[str, Any] = {
     **FIXED,
     "o_lora_rank": 1024,
-    "index_n_heads": 64,
     "rope_theta": 10000.0,
     "compress_rope_theta": 160000.0,
     "yarn": Yarn(factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0),
     "max_position_embeddings": 1048576,
+}
+_COMMON: dict[str, Any] = {
+    **RELEASED,
+    "index_n_heads": 64,
     "rms_norm_eps": 1e-6,
     "num_nextn_predict_layers": 1,
     "num_hash_layers": 3,
@@ -271,7 +278,19 @@ class Fields:
         if model_type not in (None, "deepseek_v4"):
             raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")
 
-    def rope(self) -> tuple[float, float, Yarn]:
+    def shared(self) -> dict[str, Any]:
+        """Return the fields of `ModelConfig` but for `compress_ratios`."""
+        rope_theta, compress_rope_theta, yarn = self._rope()
+        return {
+            **{name: self.integer(name) for name in (*_COUNTS, *FIXED) if name != "sliding_window"},
+            "sliding_window": self.integer("sliding_window", "window_size"),
+            "rms_norm_eps": self.number("rms_norm_eps"),
+            "rope_theta": rope_theta,
+            "compress_rope_theta": compress_rope_theta,
+            "yarn": yarn,
+        }
+
+    def _rope(self) -> tuple[float, float, Yarn]:
         """Return the bases of uncompressed and compressed layers, and YaRN. transformers nests them under
         `rope_parameters`.
         """

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4_sglang.model.config import FIXED, Fields, Yarn, check_sizes
+from dsv4_sglang.model.config import RELEASED, Fields, ModelConfig
 
 V41_RATIOS = (0, 1, 2)
 MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
@@ -49,33 +49,14 @@ class V41LayerSpec:
 
 
 @dataclass(frozen=True)
-class V41Config:
-    """A DeepSeek-V4.1 model. Fields as in config.json's `text_config`. Sizes count elements, lengths count tokens.
+class V41Config(ModelConfig):
+    """A DeepSeek-V4.1 model. Fields as in config.json's `text_config`.
 
     `compress_ratios[i]` is the ratio of the entries that layer i attends to, 0 for none. `kv_source_layer_ids` are the
     layers that write entries. The list may be longer than `num_hidden_layers` (the additional entries are DSPARK's
     stages).
     """
 
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    sliding_window: int
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    rope_theta: float
-    compress_rope_theta: float
-    yarn: Yarn
-    max_position_embeddings: int
-    rms_norm_eps: float
-    compress_ratios: tuple[int, ...]
     kv_source_layer_ids: tuple[int, ...]
     index_source_layer_ids: tuple[int, ...]
     candidate_source_layer_id: int
@@ -83,15 +64,9 @@ class V41Config:
     candidate_block_size: int
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        self._check_ratios()
+        super().__post_init__()
         self._check_sources()
         self._check_candidates()
-
-    @property
-    def rope_dim(self) -> int:
-        """Trailing dims of an entry that RoPE rotates."""
-        return self.qk_rope_head_dim
 
     def _check_ratios(self) -> None:
         for layer, ratio in enumerate(self.compress_ratios):
@@ -167,16 +142,11 @@ class V41Config:
             num_hidden_layers=40,
             hidden_size=5120,
             num_attention_heads=64,
-            **FIXED,
+            **RELEASED,
             q_lora_rank=1280,
             o_groups=8,
-            o_lora_rank=1024,
             index_n_heads=32,
             index_topk=512,
-            rope_theta=10000.0,
-            compress_rope_theta=160000.0,
-            yarn=Yarn(factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0),
-            max_position_embeddings=1048576,
             rms_norm_eps=1e-20,
             compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20 + (0,) * 3,
             kv_source_layer_ids=(2, 8, 14, 20),
@@ -203,13 +173,8 @@ class V41Config:
         nested = fields.get("text_config")
         if nested is not None:
             fields = Fields(nested, "text_config.")
-        rope_theta, compress_rope_theta, yarn = fields.rope()
         return cls(
-            **{name: fields.integer(name) for name in (*FIXED, *_COUNTS)},
-            rope_theta=rope_theta,
-            compress_rope_theta=compress_rope_theta,
-            yarn=yarn,
-            rms_norm_eps=fields.number("rms_norm_eps"),
+            **fields.shared(),
             compress_ratios=fields.integers("compress_ratios"),
             kv_source_layer_ids=fields.integers("kv_source_layer_ids"),
             index_source_layer_ids=fields.integers("index_source_layer_ids"),
@@ -217,19 +182,6 @@ class V41Config:
             candidate_topk_blocks=fields.integer("candidate_topk_blocks"),
             candidate_block_size=fields.integer("candidate_block_size"),
         )
-
-
-_COUNTS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "q_lora_rank",
-    "o_groups",
-    "o_lora_rank",
-    "index_n_heads",
-    "index_topk",
-    "max_position_embeddings",
-)
 
 
 def v41_schedule(config: V41Config, draft_layers: int = 0) -> list[V41LayerSpec]:

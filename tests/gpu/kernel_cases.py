@@ -4,7 +4,9 @@ State is random bytes rather than the result of earlier steps. An op may only mo
 inputs, and every byte that it must not touch is compared too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +38,47 @@ def ops():
     return torch.ops.dsv4_sglang
 
 
+def recorded(call: Callable[[], Any], warm_up: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Record `call` into a CUDA graph. Return the graph and what `call` returned.
+
+    With `warm_up` run it first on another stream, for kernels that are compiled or scheduled in their first call.
+    """
+    extension.load()
+    if warm_up:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
 def bytes_like(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return arbitrary contents of a table: any bytes, or floats without NaN."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype, generator=generator)
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+def copied(tensors: dict[str, Tensor | None], device: torch.device | str) -> dict[str, Tensor | None]:
+    """Return copies of the tensors on the device."""
+    return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
+
+
+def tokens_of(requests: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]:
+    """Return the tensors of a step's requests (state slot or -1, tokens before, tokens now).
+
+    Returns:
+        State slots and tokens before the step, int32 [B], first token of each request, int32 [B + 1], request and
+        position of each token, int64 [T], and the number of blocks that each request needs.
+    """
+    slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
+    start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+    request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+    positions = lengths[request].long() + torch.arange(len(request)) - start[request].long()
+    return slots, lengths, start, request, positions, ((lengths + counts + 127) // 128).tolist()
 
 
 @dataclass
@@ -101,12 +139,9 @@ class Layer:
         }
 
     def on(self, device: torch.device) -> "Layer":
-        def move(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-            return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
-
         return Layer(
             self.kind, self.dtype, self.rows, self.keys, self.slots, self.blocks, self.seed, self.sizes,
-            move(self.weights), move(self.tables),
+            copied(self.weights, device), copied(self.tables, device),
         )  # fmt: skip
 
 
@@ -133,13 +168,9 @@ class Step:
             seed: seed of the random numbers.
         """
         g = torch.Generator().manual_seed(seed)
-        slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
-        start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
-        request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+        slots, lengths, start, request, positions, needed = tokens_of(requests)
         tokens = len(request)
-        positions = lengths[request].long() + torch.arange(tokens) - start[request].long()
         # Each request owns contiguous blocks; the requests are in random order.
-        needed = ((lengths + counts + 127) // 128).tolist()
         assert sum(needed) <= layer.blocks, f"the step needs {sum(needed)} blocks, the layer has {layer.blocks}"
         first, used = [0] * len(requests), 0
         for b in torch.randperm(len(requests), generator=g).tolist():

@@ -8,7 +8,7 @@ from pathlib import Path
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import FORMATS, KINDS, NO_DRAFTS, Layer, Step, check_step, compare_layers, ops
+from kernel_cases import FORMATS, KINDS, NO_DRAFTS, Layer, Step, check_step, compare_layers, ops, recorded
 
 from dsv4_sglang.model.geometry import CSA_COMPRESSOR_STATES, CsaCompressorState, state_rows
 
@@ -185,14 +185,8 @@ def test_graph_replay_with_other_inputs(kind, each):
     layer = Layer(kind, slots=9, blocks=64, sizes=state_rows(each))
     first, second = Step.make(layer, requests, True), Step.make(layer, others, True, seed=9)
     got = layer.on(kernel_cases.DEVICE)
-    batch, inputs = (
-        {name: None if t is None else t.to(kernel_cases.DEVICE) for name, t in group.items()}
-        for group in (first.batch, first.inputs)
-    )
-    ops()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None)
+    batch, inputs, _ = first.on(kernel_cases.DEVICE)
+    graph, _ = recorded(lambda: Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None))
     for step in (first, second):
         start = layer.on(kernel_cases.DEVICE)
         for name, table in got.tables.items():
@@ -214,15 +208,8 @@ def test_steps_one_behind_another_in_a_graph(kind):
     layer = Layer(kind, slots=5, blocks=16)
     steps = [Step.make(layer, [(0, i, 1), (3, 120 + i, 1)], True, track=False, seed=i) for i in range(16)]
     got, expected = layer.on(kernel_cases.DEVICE), layer.on(torch.device("cpu"))
-    on_device = [
-        [{n: None if t is None else t.to(kernel_cases.DEVICE) for n, t in g.items()} for g in (s.batch, s.inputs)]
-        for s in steps
-    ]
-    ops()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for batch, inputs in on_device:
-            Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None)
+    on_device = [step.on(kernel_cases.DEVICE) for step in steps]
+    graph, _ = recorded(lambda: [Step.call(torch.ops.dsv4_sglang, got, *inputs) for inputs in on_device])
     graph.replay()
     for step in steps:
         step.run(torch.ops.dsv4_sglang, expected)
@@ -253,10 +240,7 @@ BAD = {
 def test_errors_name_the_tensor(name):
     layer, step = layer_and_step("csa", FORMATS[0], [(0, 3, 1), (1, 0, 1)], True)
     layer = layer.on(kernel_cases.DEVICE)
-    batch, inputs = (
-        {n: None if t is None else t.to(kernel_cases.DEVICE) for n, t in group.items()}
-        for group in (step.batch, step.inputs)
-    )
+    batch, inputs, _ = step.on(kernel_cases.DEVICE)
     change, message = BAD[name]
     for group in (layer.weights, layer.tables, batch, inputs):
         if name in group:

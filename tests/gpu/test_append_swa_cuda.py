@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import ops
+from kernel_cases import ops, recorded
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -107,10 +107,7 @@ def test_graph_replay():
     device = kernel_cases.DEVICE
     kv, slots = rows(3).to(device), torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     positions = torch.tensor([4, 130, 127], dtype=torch.int32, device=device)
-    ops()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got.append(torch.ops.dsv4_sglang, kv, slots, positions)
+    graph, _ = recorded(lambda: got.append(torch.ops.dsv4_sglang, kv, slots, positions))
     kv.copy_(rows(3, seed=8)), slots.copy_(torch.tensor([3, -1, 0])), positions.copy_(torch.tensor([0, 9, 255]))
     for name in ("memory", "pos", "head"):
         getattr(got, name).copy_(getattr(start, name))

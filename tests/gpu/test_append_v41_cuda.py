@@ -8,7 +8,7 @@ import itertools
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import MAX_SHARE, POSITIONS, ops
+from kernel_cases import MAX_SHARE, POSITIONS, copied, ops, recorded, tokens_of
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401
@@ -27,16 +27,12 @@ class Case:
     ):
         g = torch.Generator().manual_seed(seed)
         self.ratio = ratio
-        slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
-        start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
-        request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+        slots, lengths, start, request, positions, needed = tokens_of(requests)
         tokens = len(request)
-        positions = lengths[request].long() + torch.arange(tokens) - start[request].long()
-        needed = ((lengths + counts + 127) // 128).tolist()
         first = torch.tensor([0, *itertools.accumulate(needed)])
         blocks, total = int(first[-1]) + 2, max(int(slots.max()) + 3, 2)
         track = torch.full((tokens,), -1, dtype=torch.int32)
-        block = int(lengths[0] + counts[0]) // 128 - 1  # the first request's last whole block goes to a snapshot
+        block = int(lengths[0] + requests[0][2]) // 128 - 1  # the first request's last whole block goes to a snapshot
         track[(request == 0) & (positions // 128 == block)] = total - 1
         per_block = 128 // ratio if ratio else 0
         angles = torch.outer(torch.arange(POSITIONS).float(), torch.rand(32, generator=g))
@@ -78,10 +74,7 @@ class Case:
         }
 
     def on(self, device) -> tuple[dict, dict]:
-        def move(tensors: dict) -> dict:
-            return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
-
-        return move(self.read), move(self.written)
+        return copied(self.read, device), copied(self.written, device)
 
     def run(self, implementation, read: dict, written: dict) -> None:
         batch = [read[name] for name in ("slots", "prefix_lens", "query_start", "token_request", "out_loc")]
@@ -167,10 +160,7 @@ def test_graph_replay():
         Case(2, [(1, n, 1), (2, n + 1, 1), (3, n + 7, 1)], decode=True, seed=seed) for seed, n in ((0, 8), (1, 40))
     )
     read, written = case.on(kernel_cases.DEVICE)
-    ops()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.run(torch.ops.dsv4_sglang, read, written)
+    graph, _ = recorded(lambda: case.run(torch.ops.dsv4_sglang, read, written))
     start = case.on(kernel_cases.DEVICE)[1]
     for name in ("kv", "compressor", "keys", "prefix_lens"):
         read[name].copy_(other.read[name])

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from attention_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
+from kernel_cases import recorded
 
 from dsv4_sglang.attention import flashmla, triton_attend, triton_output
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel
@@ -275,13 +276,7 @@ def test_cuda_graph_with_other_lengths(kind):
     if kind == "flashmla":
         needs(FlashMLAAttention, cases[0])
         kernel = FlashMLAAttention(flashmla.scheduler_config(torch.device("cuda"), 64))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step.outputs(kernel)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step.outputs(kernel)
+    graph, outputs = recorded(lambda: step.outputs(kernel), warm_up=True)
     if kernel is not None:
         assert len(kernel._schedules) == 3, f"{len(kernel._schedules)} schedules for CSA, HCA and SWA"
     for seed in (200, 300, 100):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import IndexCase, assert_selects, index_case
+from kernel_cases import recorded
 
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops import cuda_index, extension
@@ -268,13 +269,7 @@ def test_cuda_graph_with_other_lengths():
     def call() -> None:
         cuda_index.index_topk(*static.values(), table, KeyFormat.MXFP4.code, scores, rows)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = recorded(call, warm_up=True)
     for case in (*cases, cases[0]):
         for name, to in static.items():
             value = getattr(case, name)

@@ -6,7 +6,7 @@ import ctypes
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import ops
+from kernel_cases import ops, recorded
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -41,22 +41,25 @@ def strided_copy(t: Tensor) -> Tensor:
     return copy
 
 
-@pytest.mark.parametrize("src, dst", [([1], [2]), ([0, 3, -1, 4, 5], [8, 7, 2, -1, 6]), ([], []), ([-1], [-1])])
-def test_copy_state(src, dst):
-    expected = state()
+def many_tensors() -> list[Tensor]:
+    """Return more tensors than one launch takes."""
+    return [torch.randn(1, 4, i + 1) for i in range(70)]
+
+
+@pytest.mark.parametrize(
+    "make, src, dst",
+    [
+        (state, [1], [2]),
+        (state, [0, 3, -1, 4, 5], [8, 7, 2, -1, 6]),
+        (state, [], []),
+        (state, [-1], [-1]),
+        (many_tensors, [1, 2], [3, 0]),
+    ],
+)
+def test_copy_state(make, src, dst):
+    expected = make()
     got = [strided_copy(t) for t in expected]
     pairs = torch.tensor(src, dtype=torch.int32), torch.tensor(dst, dtype=torch.int32)
-    torch.ops.dsv4_sglang.copy_state(*pairs, expected)
-    ops().copy_state(*(device(t) for t in pairs), got)
-    for i, (g, e) in enumerate(zip(got, expected)):
-        assert torch.equal(g.cpu(), e), f"tensor {i}"
-
-
-def test_copy_state_of_many_tensors():
-    """More tensors than one launch takes."""
-    expected = [torch.randn(1, 4, i + 1) for i in range(70)]
-    got = [device(t) for t in expected]
-    pairs = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
     torch.ops.dsv4_sglang.copy_state(*pairs, expected)
     ops().copy_state(*(device(t) for t in pairs), got)
     for i, (g, e) in enumerate(zip(got, expected)):
@@ -87,10 +90,7 @@ def test_copy_state_in_a_graph():
     expected = state()
     got = [strided_copy(t) for t in expected]
     src, dst = (torch.full((2,), -1, dtype=torch.int32, device=kernel_cases.DEVICE) for _ in range(2))
-    ops()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.ops.dsv4_sglang.copy_state(src, dst, got)
+    graph, _ = recorded(lambda: torch.ops.dsv4_sglang.copy_state(src, dst, got))
     src.copy_(torch.tensor([4, 1])), dst.copy_(torch.tensor([2, 3]))
     graph.replay()
     torch.ops.dsv4_sglang.copy_state(src.cpu(), dst.cpu(), expected)
@@ -177,11 +177,12 @@ def test_update_rows_in_a_graph_is_rejected_and_comes_back():
     pool, new = device(torch.zeros(10, 8)), device(torch.ones(10, 8))
     slices, n = device(torch.zeros(3, 2, dtype=torch.int64)), device(torch.tensor([2], dtype=torch.int32))
     rejected, other = device(torch.zeros(1, dtype=torch.int32)), device(torch.zeros(10, 8))
-    ops()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def update() -> None:
         torch.ops.dsv4_sglang.update_rows(pool, new, slices, n, rejected)
         torch.ops.dsv4_sglang.update_rows(other, new, slices, n)
+
+    graph, _ = recorded(update)
     for given, expected, rows in (
         ([[0, 4], [0, 4], [1, 2]], -1, [0, 4, 5]),
         ([[2, 9], [0, 4], [1, 2]], 1, [0, 4, 5]),

@@ -6,6 +6,7 @@ tests/test_v41_cache.py compares the reference with a dense computation, on the 
 import pytest
 import torch
 from attention_cases import assert_attends
+from kernel_cases import recorded
 from v41_attention_cases import v41_attend_case, v41_index_case
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
@@ -41,11 +42,7 @@ def test_attend(heads, width, q_dtype, splits):
 def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
     case = v41_index_case(lens=[(1977, 2100), (0, 3), (1299, 1300)], ratio=ratio, top=top, heads=heads, equal=equal)
     monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 100_000)
-    expected, got = case.candidates(most), case.candidates(most)
-    assert torch.equal(case.select(size), case.select(size, device="cuda"))
-    assert torch.equal(case.select(size, kept=expected), case.select(size, kept=got, device="cuda"))
-    assert torch.equal(expected, got)
-    assert torch.equal(case.select(size, within=expected), case.select(size, within=got, device="cuda"))
+    case.check(ops().index_topk_v41, size, most, "cuda")
 
 
 def test_in_a_graph():
@@ -61,13 +58,7 @@ def test_in_a_graph():
         ops().index_topk_v41(*inputs, 8, None, kept, rows)
         return ops().attend_v41(*args)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = recorded(run, warm_up=True)
     for tensor, now in zip(args, two.v41_args("cuda")):
         if isinstance(tensor, torch.Tensor):
             tensor.copy_(now)

@@ -11,15 +11,12 @@ After a decode step of several tokens a request may continue from any of them: r
 that needs (`model.geometry.state_rows`). To roll back tokens, begin the next step at a smaller length.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.formats.index_keys import INDEX_DIM, hadamard
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM, copy_entries, quantise_nope
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, quantise_nope
 from dsv4_sglang.model.geometry import (
     BLOCK_TOKENS,
     CSA_COMPRESSOR_STATES,
@@ -30,60 +27,18 @@ from dsv4_sglang.model.geometry import (
     WINDOW,
     CsaCompressorState,
 )
+from dsv4_sglang.ops.reference.chunks import (
+    Chunk,
+    check,
+    check_step,
+    make_chunks,
+    token_positions,
+    write_window,
+)
 from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 NEG_INF = float("-inf")
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`.
-
-    The last `own` of them are written, the others are only read.
-    """
-
-    request: int
-    slot: int
-    begin: int
-    end: int
-    length: int
-    own: int
-
-    @property
-    def count(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def positions(self) -> Tensor:
-        return torch.arange(self.length, self.length + self.count)
-
-    def latest(self, keep: int) -> tuple[Tensor, slice]:
-        """Return the positions of the last `keep` written tokens and the slice of their inputs."""
-        kept = min(keep, self.own)
-        return self.positions[self.count - kept :], slice(self.end - kept, self.end)
-
-
-def _chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, decode: bool) -> list[_Chunk]:
-    """Return one chunk per request; in a decode step one per token, like the thread blocks on the device.
-
-    All tokens of a decode step continue from the state before the step, in any order. Here the last token comes first,
-    which is the hardest case for rings and compressor states.
-    """
-    starts, lengths = query_start.tolist(), prefix_lens.tolist()
-    requests = [
-        _Chunk(b, slot, starts[b], starts[b + 1], lengths[b], own=starts[b + 1] - starts[b])
-        for b, slot in enumerate(slots.tolist())
-        if slot >= 0 and starts[b + 1] > starts[b]
-    ]
-    if not decode:
-        return requests
-    return [replace(chunk, end=end, own=1) for chunk in requests for end in range(chunk.end, chunk.begin, -1)]
-
-
-def _check(ok: bool, message: Callable[[], str]) -> None:
-    if not ok:
-        raise ValueError("append: " + message())
 
 
 def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
@@ -100,53 +55,12 @@ def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
 def _hca_draft_tokens(compressor_state: Tensor) -> int:
     """Return the tokens per request that a decode step may write to an HCA compressor state."""
     rows = compressor_state.shape[1]
-    _check(
+    check(
+        "append",
         rows == HCA_RAW_ROWS or (rows > 0 and rows % HCA_ONLINE_ROWS == 0),
-        lambda: f"compressor_state has {rows} rows per slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
+        f"compressor_state has {rows} rows per slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
     )
     return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
-
-
-def _check_decode(
-    tokens: int, requests: int, ring: Tensor, compressor_state: Tensor | None, state_draft_tokens: int
-) -> None:
-    """Check the tokens per request of a decode step. `compressor_state` supports `state_draft_tokens` of them."""
-    per_request, rest = divmod(tokens, max(requests, 1))
-    _check(
-        rest == 0,
-        lambda: (
-            f"{tokens} tokens for {requests} requests without `window`; expected the same number for each. A step with "
-            "chunks needs `window`"
-        ),
-    )
-    _check_rows("ring", per_request, ring, ring.shape[1] - WINDOW + 1)
-    if compressor_state is not None:
-        _check_rows("compressor_state", per_request, compressor_state, state_draft_tokens)
-
-
-def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
-    _check(
-        per_request <= most,
-        lambda: (
-            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows per slot, "
-            f"for at most {most}. Construct the cache with draft_tokens {per_request}"
-        ),
-    )
-
-
-def _write_window(chunk: _Chunk, rows: Tensor, ring: KVBuffer, window: KVBuffer | None, track: Tensor | None) -> None:
-    slot, length, ring_rows = chunk.slot, chunk.length, ring.data.shape[1]
-    if window is not None:
-        base = chunk.begin + WINDOW * chunk.request + WINDOW
-        old = torch.arange(max(0, length - WINDOW), length)
-        copy_entries(window, ring, slot * ring_rows + old % ring_rows, base + old - length)
-        window.write(base + torch.arange(chunk.count), rows[chunk.begin : chunk.end])
-    positions, at = chunk.latest(WINDOW)
-    ring.write(slot * ring_rows + positions % ring_rows, rows[at])
-    if track is not None:
-        positions, at = chunk.latest(chunk.own)
-        tracked = track[at] >= 0
-        ring.write(track[at][tracked].long() * ring_rows + positions[tracked] % ring_rows, rows[at][tracked])
 
 
 def _pool(z: Tensor, k: Tensor) -> Tensor:
@@ -157,7 +71,7 @@ def _pool(z: Tensor, k: Tensor) -> Tensor:
 
 
 def _csa_pool(
-    chunk: _Chunk,
+    chunk: Chunk,
     score: Tensor,
     ape: Tensor,
     compressor_state: Tensor,
@@ -215,7 +129,7 @@ def _csa_pool(
     return pooled
 
 
-def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor) -> Tensor:
+def _hca_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor) -> Tensor:
     """Pool the HCA windows that the chunk completes, then update the compressor state.
 
     `compressor_state` is [slots, 256, D] raw, or [slots, 3 n, D] online with n copies; the state after t tokens is copy
@@ -230,7 +144,7 @@ def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, compressor_state: Tenso
     return torch.stack(pooled) if pooled else k.new_empty(0, dim)
 
 
-def _hca_pool_raw(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
+def _hca_pool_raw(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
     open_rows = chunk.length % HCA_RATIO
     pooled, begin = [], 0
     while begin < chunk.count:
@@ -244,7 +158,7 @@ def _hca_pool_raw(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Te
     return pooled
 
 
-def _hca_pool_online(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
+def _hca_pool_online(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
     """Add rows in runs of the tokens that are written, in a decode step one by one.
 
     So a draft token gets the same bits as after steps of one token.
@@ -341,9 +255,8 @@ def append(
     Raises:
         ValueError: more tokens per request in a decode step than supported, or wrong shapes.
     """
-    _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
+    check("append", ratio in (0, CSA_RATIO, HCA_RATIO), f"ratio is {ratio}; expected 0, 4 or 128")
     rings, keys = KVBuffer(ring, KVFormat.from_code(kv_format)), KeyFormat.from_code(key_format)
-    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
     csa, most = CSA_COMPRESSOR_STATES[0], 1
     if ratio == CSA_RATIO:
         assert compressor_state is not None
@@ -353,16 +266,11 @@ def append(
         assert compressor_state is not None
         most = _hca_draft_tokens(compressor_state)
     tokens = kv.shape[0]
-    _check(out_loc.shape[0] == tokens, lambda: f"out_loc has {out_loc.shape[0]} slots for {tokens} tokens")
-    if window is None:
-        _check_decode(tokens, slots.shape[0], ring, compressor_state if ratio else None, most)
-    else:
-        expected = tokens + WINDOW * slots.shape[0]
-        _check(window.shape[1] == expected, lambda: f"window has {window.shape[1]} entries; expected {expected}")
+    check("append", out_loc.shape[0] == tokens, f"out_loc has {out_loc.shape[0]} slots for {tokens} tokens")
+    state = compressor_state if ratio else None
+    check_step("append", tokens, slots.shape[0], ring, window, state, most)
     round_stage = rounding(kv.dtype)
-    positions = (
-        prefix_lens.long()[token_request.long()] + torch.arange(tokens) - query_start.long()[token_request.long()]
-    )
+    positions = token_positions(prefix_lens, query_start, token_request)
     rows = round_stage(rotate(round_stage(rms_norm(kv, kv_norm, eps)), positions, rope))
 
     def finish(pooled: Tensor, norm: Tensor, first: int) -> Tensor:
@@ -372,8 +280,8 @@ def append(
         at = ratio * (first + torch.arange(pooled.shape[0]))
         return round_stage(rotate(round_stage(rms_norm(round_stage(pooled), norm, eps)), at, rope))
 
-    for chunk in _chunks(slots, prefix_lens, query_start, decode=window is None):
-        _write_window(chunk, rows, rings, rings._replace(data=window) if window is not None else None, track_slots)
+    for chunk in make_chunks(slots, prefix_lens, query_start, by_token=window is None):
+        write_window(chunk, rows, rings, window, track_slots)
         stop = chunk.length + chunk.count
         if swa_pos is not None:
             at, _ = chunk.latest(WINDOW)

@@ -4,51 +4,18 @@ They are two ops, because index keys are the product of the compressor's latents
 them. As with `append`, attention reads the ring in a decode step and the `window` workspace in a prefill step.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM, copy_entries
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
-from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.model.v41 import V41_RATIOS, pair_draft_tokens
+from dsv4_sglang.ops.reference.chunks import check, check_step, make_chunks, token_positions, write_window
 from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 _round = rounding(torch.bfloat16)
-
-
-def _check(ok: bool, message: Callable[[], str]) -> None:
-    if not ok:
-        raise ValueError("append_v41: " + message())
-
-
-def _positions(prefix_lens: Tensor, query_start: Tensor, token_request: Tensor) -> Tensor:
-    request = token_request.long()
-    return prefix_lens.long()[request] + torch.arange(len(request)) - query_start.long()[request]
-
-
-def _check_decode(tokens: int, requests: int, ring: Tensor, compressor_state: Tensor | None) -> None:
-    per_request, rest = divmod(tokens, max(requests, 1))
-    _check(
-        rest == 0,
-        lambda: f"{tokens} tokens for {requests} requests without `window`; expected the same number for each",
-    )
-    _check_rows("ring", per_request, ring, ring.shape[1] - WINDOW + 1)
-    if compressor_state is not None:
-        _check_rows("compressor_state", per_request, compressor_state, pair_draft_tokens(compressor_state.shape[1]))
-
-
-def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
-    _check(
-        per_request <= most,
-        lambda: (
-            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows per slot, "
-            f"for at most {most}"
-        ),
-    )
 
 
 def append_v41(
@@ -94,60 +61,30 @@ def append_v41(
     Raises:
         ValueError: more tokens per request in a decode step than supported, or an unknown ratio.
     """
-    _check(ratio in V41_RATIOS, lambda: f"ratio is {ratio}; expected 0, 1 or 2")
-    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
-    if window is None:
-        _check_decode(kv.shape[0], slots.shape[0], ring, compressor_state if ratio == 2 else None)
-    else:
-        expected = kv.shape[0] + WINDOW * slots.shape[0]
-        _check(window.shape[1] == expected, lambda: f"window has {window.shape[1]} entries; expected {expected}")
-    positions = _positions(prefix_lens, query_start, token_request)
+    check("append_v41", ratio in V41_RATIOS, f"ratio is {ratio}; expected 0, 1 or 2")
+    state = compressor_state if ratio == 2 else None
+    most = 0 if state is None else pair_draft_tokens(state.shape[1])
+    check_step("append_v41", kv.shape[0], slots.shape[0], ring, window, state, most)
+    positions = token_positions(prefix_lens, query_start, token_request)
     rows = _round(rotate(_round(rms_norm(kv, kv_norm, eps)), positions, rope))
-    starts = query_start.tolist()
-    for b, slot in enumerate(slots.tolist()):
-        here = torch.arange(starts[b], starts[b + 1])
-        if slot < 0 or not len(here):
-            continue
-        _write_window(b, slot, rows[here], positions[here], here, ring, window, track_slots)
+    rings = V41Table(ring, V41KVFormat.FP8)
+    for chunk in make_chunks(slots, prefix_lens, query_start, by_token=False):
+        write_window(chunk, rows, rings, window, track_slots)
         if ratio == 0:
             continue
         assert compressor is not None and latent_norm is not None and entries is not None and latents is not None
+        here = torch.arange(chunk.begin, chunk.end)
         closing = here[(positions[here] + 1) % ratio == 0]
         if ratio == 1:
             pooled = compressor[here].float()
         else:
             assert compressor_state is not None
-            pooled = _round(
-                _pool_pairs(compressor[here], positions[here], compressor_state[slot], decode=window is None)
-            )
+            waiting = compressor_state[chunk.slot]
+            pooled = _round(_pool_pairs(compressor[here], positions[here], waiting, decode=window is None))
         finished = _round(rms_norm(pooled, latent_norm, eps))
         latents[closing] = finished.bfloat16()
         rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
         V41Table(entries, V41KVFormat.FP4).write(out_loc[closing] // ratio, rotated)
-
-
-def _write_window(
-    request: int,
-    slot: int,
-    rows: Tensor,
-    positions: Tensor,
-    here: Tensor,
-    ring: Tensor,
-    window: Tensor | None,
-    track_slots: Tensor | None,
-) -> None:
-    table, ring_rows, length = V41Table(ring, V41KVFormat.FP8), ring.shape[1], int(positions[0])
-    if window is not None:
-        workspace = table._replace(data=window)
-        base = int(here[0]) + WINDOW * request + WINDOW
-        old = torch.arange(max(0, length - WINDOW), length)
-        copy_entries(workspace, table, slot * ring_rows + old % ring_rows, base + old - length)
-        workspace.write(base + positions - length, rows)
-    last = slice(-WINDOW, None) if window is not None else slice(None)
-    table.write(slot * ring_rows + positions[last] % ring_rows, rows[last])
-    if track_slots is not None:
-        tracked = track_slots[here] >= 0
-        table.write(track_slots[here][tracked].long() * ring_rows + positions[tracked] % ring_rows, rows[tracked])
 
 
 def _pool_pairs(step: Tensor, at: Tensor, compressor_state: Tensor, decode: bool) -> Tensor:
@@ -195,8 +132,8 @@ def append_v41_keys(
         ratio: 1 or 2.
         index_keys: uint8 [blocks, 128 / ratio, 72], written at out_loc // ratio, MXFP4 in the NVFP4 container.
     """
-    _check(ratio in V41_RATIOS[1:], lambda: f"ratio is {ratio}; expected 1 or 2 for keys")
-    positions = _positions(prefix_lens, query_start, token_request)
+    check("append_v41", ratio in V41_RATIOS[1:], f"ratio is {ratio}; expected 1 or 2 for keys")
+    positions = token_positions(prefix_lens, query_start, token_request)
     closing = (slots[token_request.long()] >= 0) & ((positions + 1) % ratio == 0)
     finished = _round(rms_norm(keys[closing], key_norm, eps))
     rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))

@@ -85,6 +85,11 @@ def _with_room_for_drafts(config: Any) -> Any:
     return wider
 
 
+def linear(name: str, prefix: str, width: int, out: int, quant_config: Any = None) -> ReplicatedLinear:
+    """Return SGLang's layer `[T, width]` to `[T, out]`, whose weight its loader finds as `name` in module `prefix`."""
+    return ReplicatedLinear(width, out, bias=False, quant_config=quant_config, prefix=add_prefix(name, prefix))
+
+
 # The normalised latent `[T, q_lora_rank]` from which both queries are projected, or its FP8 codes and scales.
 Latent = Tensor | tuple[Tensor, Tensor]
 
@@ -97,9 +102,7 @@ class CompressorWeights(nn.Module):
         # Ratio 4 has two overlapping streams (SPEC 3.1), each with keys and scores.
         streams = 2 if ratio == CSA_RATIO else 1
         self.ape = nn.Parameter(torch.empty(ratio, streams * dim, dtype=torch.float32), requires_grad=False)
-        self.wkv_gate = ReplicatedLinear(
-            config.hidden_size, 2 * streams * dim, bias=False, prefix=add_prefix("wkv_gate", prefix)
-        )
+        self.wkv_gate = linear("wkv_gate", prefix, config.hidden_size, 2 * streams * dim)
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
         # SGLang's kernels use another layout of `ape`. This flag tells its loader that there is nothing to convert.
         self.ape_converted = True
@@ -111,16 +114,8 @@ class IndexerWeights(nn.Module):
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
-        self.wq_b = ReplicatedLinear(
-            config.q_lora_rank,
-            self.heads * self.dim,
-            bias=False,
-            quant_config=quant_config,
-            prefix=add_prefix("wq_b", prefix),
-        )
-        self.weights_proj = ReplicatedLinear(
-            config.hidden_size, self.heads, bias=False, prefix=add_prefix("weights_proj", prefix)
-        )
+        self.wq_b = linear("wq_b", prefix, config.q_lora_rank, self.heads * self.dim, quant_config)
+        self.weights_proj = linear("weights_proj", prefix, config.hidden_size, self.heads)
         self.compressor = CompressorWeights(config, CSA_RATIO, self.dim, add_prefix("compressor", prefix))
 
     def forward(self, latent: Latent) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from dsv4_sglang.cache.v41_step import V41LayerWeights
 from dsv4_sglang.srt.attention.backend_v41 import V41LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, Latent, linear_fp32
+from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, Latent, linear, linear_fp32
 
 
 class V41CompressorWeights(nn.Module):
@@ -30,7 +29,7 @@ class V41CompressorWeights(nn.Module):
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
         # SGLang's loader concatenates key and gate weights if it finds this name.
         name, width = ("wkv_gate", 2 * dim) if ratio == 2 else ("wkv", dim)
-        self.add_module(name, ReplicatedLinear(config.hidden_size, width, bias=False, prefix=add_prefix(name, prefix)))
+        self.add_module(name, linear(name, prefix, config.hidden_size, width))
         self.ratio = ratio
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,14 +43,10 @@ class V41IndexerWeights(nn.Module):
     def __init__(self, config: Any, quant_config: Any, owns_keys: bool, prefix: str) -> None:
         super().__init__()
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
-
-        def linear(name: str, width: int, out: int, quant: Any = None) -> ReplicatedLinear:
-            return ReplicatedLinear(width, out, bias=False, quant_config=quant, prefix=add_prefix(name, prefix))
-
-        self.wq_b = linear("wq_b", config.q_lora_rank, self.heads * self.dim, quant_config)
-        self.weights_proj = linear("weights_proj", config.hidden_size, self.heads)
+        self.wq_b = linear("wq_b", prefix, config.q_lora_rank, self.heads * self.dim, quant_config)
+        self.weights_proj = linear("weights_proj", prefix, config.hidden_size, self.heads)
         if owns_keys:
-            self.wk = linear("wk", config.head_dim, self.dim)
+            self.wk = linear("wk", prefix, config.head_dim, self.dim)
             self.k_norm = RMSNorm(self.dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
 
     def query(self, latent: Latent) -> Tensor:
