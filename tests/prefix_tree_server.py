@@ -1,4 +1,7 @@
-"""`prefix_model.MiniServer` on SGLang's unified tree, allocators and request pool, without a server.
+"""A model server on SGLang's unified tree, allocators and request pool, without a server process.
+
+Plain dicts store the contents of blocks and snapshots by the ids that the tree assigns. The model therefore detects a
+block or slot that one owner overwrites while another still uses it.
 
 Requests go through the calls that SGLang's scheduler makes, in the same order. Lengths count tokens here. Prompts have
 any length, and the model includes the step that overlap scheduling runs after the end of a generation.
@@ -6,6 +9,7 @@ any length, and the model includes the step that overlap scheduling runs after t
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from array import array
@@ -33,6 +37,8 @@ from dsv4_sglang.srt.prefix_cache.cache import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending, component_of
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
+# Factor on the number of steps of the random tests (docs/design/integrity.md).
+TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
 MAX_LENGTH = 64 * BLOCK
 # These releases evict for an allocation in a separate call.
 FOR_ALLOC = hasattr(UnifiedRadixCache, "evict_for_alloc")

@@ -15,8 +15,7 @@ import pytest
 import torch
 from fake_streams import THREADS_RUN_LATE, Stream
 from host_cache_harness import OPERATIONS, WITH_BLOCKS, HostCacheServer
-from prefix_model import TIMES
-from prefix_tree_server import BLOCK, without_a_server
+from prefix_tree_server import BLOCK, TIMES, without_a_server
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_params import SamplingParams

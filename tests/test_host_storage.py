@@ -7,7 +7,8 @@ import random
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,85 +46,69 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Pat
     return tmp_path / "pages"
 
 
+Start = Callable[..., AbstractContextManager[HostCacheServer]]
+
+
 @pytest.fixture
-def restarted(folder: Path, storage: str) -> Callable[..., HostCacheServer]:
-    """Return a function that starts a server on the folder of the previous servers."""
+def restarted(folder: Path, storage: str) -> Start:
+    """Return a function that starts a server on the folder of the previous servers, and checks it at its end."""
+    return partial(serving, storage)
 
-    def start(monkeypatch: pytest.MonkeyPatch, **options: Any) -> HostCacheServer:
-        return HostCacheServer(monkeypatch, seed=0, storage=storage, **options)
 
-    return start
+@contextmanager
+def serving(storage: str, **options: Any) -> Iterator[HostCacheServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        server = HostCacheServer(patch, seed=0, storage=storage, **options)
+        yield server
+        server.settle()
+        server.check()
+        server.check_contents()
 
 
 def pages_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
-def test_a_new_server_finds_what_the_last_one_stored(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
-    with monkeypatch.context() as patch:
-        server = restarted(patch)
+def test_a_new_server_finds_what_the_last_one_stored(folder: Path, restarted: Start) -> None:
+    with restarted() as server:
         assert server.serve(PROMPT) == 0
-        server.check()
-    pages = [path.name for path in pages_in(folder)]
-    assert len(pages) == 5 + 2, "five blocks; snapshots at four blocks, the interval, and at five, the end"
-    assert all("-dsv4v4-fp32-fp32-" in page for page in pages)
-    with monkeypatch.context() as patch:
-        server = restarted(patch)
+        # `dsv4-sglang storage` lists these names and states.
+        files = list(stored_files(folder))
+        assert {file.path for file in files} == set(pages_in(folder)) and {file.state for file in files} == {USED}
+    assert len(files) == 5 + 2, "five blocks; snapshots at four blocks, the interval, and at five, the end"
+    (name,) = {file.name for file in files}
+    assert name.startswith("m-dsv4v4-fp32-fp32-")
+    with restarted() as server:
         assert server.prefetch(PROMPT) == 5 * BLOCK
         server.check()
         assert server.serve(PROMPT) == 5 * BLOCK
-        assert not server.wrong
         assert server.component.metrics.total("hit_tokens", "host") == 5 * BLOCK
-        server.check()
-        server.check_contents()
 
 
-def test_pages_say_whose_they_are(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
-    """`dsv4-sglang storage` lists these names and states."""
-    restarted(monkeypatch).serve(PROMPT)
-    files = list(stored_files(folder))
-    assert {file.path for file in files} == set(pages_in(folder)) and len(files) == 5 + 2
-    assert {file.state for file in files} == {USED}
-    (name,) = {file.name for file in files}
-    assert name.startswith("m-dsv4v4-fp32-fp32-")
-
-
-def test_what_is_new_reaches_the_storage_where_the_host_is_full(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
+def test_what_is_new_reaches_the_storage_where_the_host_is_full(folder: Path, restarted: Start) -> None:
     """Six conversations run on a device of 40 blocks with a host of 12 blocks, which has room for two of them."""
     lines = [[100 * line + token for token in PROMPT] for line in range(6)]
-    with monkeypatch.context() as patch:
-        server = restarted(patch, host_blocks=12, host_snapshots=4)
+    with restarted(host_blocks=12, host_snapshots=4) as server:
         for line in lines:
             assert server.serve(line) == 0
             server.check()
-        assert server.component.metrics.total("host_saves_skipped") == 0 and not server.wrong
-    assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and the last snapshot of each branch"
-    with monkeypatch.context() as patch:
-        server = restarted(patch)
+        assert server.component.metrics.total("host_saves_skipped") == 0
+    assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and each line's last snapshot"
+    with restarted() as server:
         for line in lines:
             assert server.prefetch(line) == server.serve(line) == 5 * BLOCK
-        assert not server.wrong
 
 
 @pytest.mark.parametrize("host_blocks", [120, 6])
-def test_the_rest_of_a_line_of_which_the_host_has_nothing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer], host_blocks: int
-) -> None:
+def test_the_rest_of_a_line_of_which_the_host_has_nothing(folder: Path, restarted: Start, host_blocks: int) -> None:
     """The rest of a conversation is fetched from the storage after a prefix that only the device has.
 
     The prefix is saved before the device evicts it. If the host lacks room for both parts, both are lost together.
     """
     longer = PROMPT + [50 + at // BLOCK for at in range(4 * BLOCK)]
-    with monkeypatch.context() as patch:
-        restarted(patch).serve(longer)
-    with monkeypatch.context() as patch:
-        server = restarted(patch, host_blocks=host_blocks)
+    with restarted() as server:
+        server.serve(longer)
+    with restarted(host_blocks=host_blocks) as server:
         assert server.serve(PROMPT) == 0
         assert server.cache.evict_host(120 * BLOCK) > 0 == server.cache.full_kv_pool_host.held
         server.check()
@@ -133,23 +118,15 @@ def test_the_rest_of_a_line_of_which_the_host_has_nothing(
         server.check()
         found = server.serve(longer)
         assert found == len(longer) // BLOCK * BLOCK if host_blocks > 9 else found < len(longer) // BLOCK * BLOCK
-        assert not server.wrong
-        server.check()
-        server.check_contents()
 
 
 @pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "another's", "gone"])
 @pytest.mark.parametrize("which", ["a block", "a snapshot"])
 def test_a_page_that_cannot_be_used_is_a_miss(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    restarted: Callable[..., HostCacheServer],
-    caplog: pytest.LogCaptureFixture,
-    damage: str,
-    which: str,
+    folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture, damage: str, which: str
 ) -> None:
-    with monkeypatch.context() as patch:
-        restarted(patch).serve(PROMPT)
+    with restarted() as server:
+        server.serve(PROMPT)
     of_kind = {p: page for p, page in pages_in(folder).items() if ("c4_state" in p.name) == (which == "a snapshot")}
     others = [*of_kind.values()][1:] + [*of_kind.values()][:1]
     for (path, page), other in zip(of_kind.items(), others):
@@ -159,28 +136,20 @@ def test_a_page_that_cannot_be_used_is_a_miss(
         changed = {"torn": page[:-9], "changed": page[:3] + b"!" + page[4:], "of zeros": bytes(len(page))}
         path.write_bytes({**changed, "another's": other}[damage])
     caplog.set_level(logging.WARNING)
-    with monkeypatch.context() as patch:
-        server = restarted(patch)
-        assert server.prefetch(PROMPT) == 0
-        assert server.serve(PROMPT) == 0
-        assert not server.wrong
-        server.check()
-        if damage != "gone":
-            assert "cannot be used and is removed" in caplog.text
-        server.check_contents()
-    with monkeypatch.context() as patch:
-        assert restarted(patch).prefetch(PROMPT) == 5 * BLOCK, "the removed pages were not stored again"
+    with restarted() as server:
+        assert server.prefetch(PROMPT) == server.serve(PROMPT) == 0
+        assert damage == "gone" or "cannot be used and is removed" in caplog.text
+    with restarted() as server:
+        assert server.prefetch(PROMPT) == 5 * BLOCK, "what was removed was stored anew"
 
 
-def test_a_storage_that_is_cleared_has_nothing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
+def test_a_storage_that_is_cleared_has_nothing(folder: Path, restarted: Start) -> None:
     """New weights clear the storage. Files of other caches stay."""
-    server = restarted(monkeypatch)
-    server.serve(PROMPT)
-    other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v4-fp32-fp32-0123456789abcdef.bin"
-    other.write_bytes(b"123")
-    server.cache.invalidate_storage("new")
+    with restarted() as server:
+        server.serve(PROMPT)
+        other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v4-fp32-fp32-0123456789abcdef.bin"
+        other.write_bytes(b"123")
+        server.cache.invalidate_storage("new")
     assert list(pages_in(folder)) == [other]
 
 
@@ -199,59 +168,39 @@ def no_room(kind: str, folder: Path) -> Iterator[None]:
     options = "size=16k,mode=700"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
-    try:
-        yield
-        subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)
-    except BaseException:
-        subprocess.run(["umount", "-l", folder])
-        raise
+    yield
+    subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)
 
 
 @pytest.mark.parametrize("kind", ["full", "limit"])
 @pytest.mark.parametrize("storage", ["file"], indirect=True)
-def test_a_storage_without_room(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    restarted: Callable[..., HostCacheServer],
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-) -> None:
+def test_a_storage_without_room(folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     """The server continues without leaving partial files, and stores pages again once there is room."""
+    others = [9 + token for token in PROMPT]
     try:
-        with monkeypatch.context() as patch:
-            with no_room(kind, folder):
-                server = restarted(patch)
+        with ExitStack() as until_there_is_room:
+            until_there_is_room.enter_context(no_room(kind, folder))
+            with restarted() as server:
                 assert server.serve(PROMPT) == 0
                 assert server.serve(PROMPT) == 5 * BLOCK
                 assert "Failed to save tensor" in caplog.text
                 assert len(list(folder.iterdir())) < 7
                 server.check()
-            others = [9 + token for token in PROMPT]
-            assert server.serve(others) == 0
-            assert not server.wrong
-            server.check()
-            server.check_contents()
-        with monkeypatch.context() as patch:
-            server = restarted(patch)
+                until_there_is_room.close()
+                assert server.serve(others) == 0
+        with restarted() as server:
             assert server.prefetch(PROMPT) < 5 * BLOCK and server.prefetch(others) == 5 * BLOCK
             assert server.serve(others) == 5 * BLOCK and server.serve(PROMPT) < 5 * BLOCK
-            assert not server.wrong
-            server.check_contents()
     finally:
         subprocess.run(["umount", "-l", folder], capture_output=True)
 
 
-def test_requests_beside_a_storage(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
+def test_requests_beside_a_storage(folder: Path, restarted: Start) -> None:
     """Steps, evictions from device and host, and stores run together while the host is full."""
-    server = restarted(monkeypatch, host_blocks=50, host_snapshots=10)
-    for _ in range(150):
-        server.turn()
-        assert not server.wrong
-    server.settle()
-    server.check()
-    server.check_contents()
+    with restarted(host_blocks=50, host_snapshots=10) as server:
+        for _ in range(150):
+            server.turn()
+            assert not server.wrong
     assert len(pages_in(folder)) > 50
 
 
@@ -265,18 +214,26 @@ START = LONG[: 4 * BLOCK + 60]
 
 
 @pytest.fixture
-def late(
-    folder: Path, restarted: Callable[..., HostCacheServer]
-) -> Callable[[pytest.MonkeyPatch, str], HostCacheServer]:
-    """Return a function that starts a server whose storage has LONG and whose host has START."""
-    with pytest.MonkeyPatch.context() as patch:
-        restarted(patch).serve(LONG)
+def late(restarted: Start) -> Start:
+    """Return a function that starts a server whose storage has LONG and whose host has START.
 
-    def start(patch: pytest.MonkeyPatch, policy: str, **sizes: int) -> HostCacheServer:
-        server = restarted(patch, late_threads=True, prefetch_policy=policy, **sizes)
-        server.cache.prefetch_timeout_base = 1e9
-        assert fetched(server, START) == 4 * BLOCK
-        return server
+    At its end no fetch may hold memory in the host's pools or the tree, or count against later fetches.
+    """
+    with restarted() as server:
+        server.serve(LONG)
+
+    @contextmanager
+    def start(policy: str, **sizes: int) -> Iterator[HostCacheServer]:
+        with restarted(late_threads=True, prefetch_policy=policy, **sizes) as server:
+            server.cache.prefetch_timeout_base = 1e9
+            assert fetched(server, START) == 4 * BLOCK
+            yield server
+            server.settle()
+            server.check_contents()
+            assert not server.cache.ongoing_prefetch
+            assert [pool.counts[COPIES] for pool in audit(server.cache, ()).pools] == [0] * 6
+            assert server.controller.prefetch_tokens_occupied == 0
+            assert server.flush() and host_held(server) == (0, 0)
 
     return start
 
@@ -304,34 +261,20 @@ def host_held(server: HostCacheServer) -> tuple[int, int]:
     return server.cache.full_kv_pool_host.held, server.cache.mamba_pool_host.held
 
 
-def nothing_left(server: HostCacheServer) -> None:
-    """Assert that no fetch holds memory in the host's pools or the tree, or counts against later fetches."""
-    server.settle()
-    server.check()
-    server.check_contents()
-    assert not server.wrong and not server.cache.ongoing_prefetch
-    assert [pool.counts[COPIES] for pool in audit(server.cache, ()).pools] == [0] * 6
-    assert server.controller.prefetch_tokens_occupied == 0
-    assert server.flush() and host_held(server) == (0, 0)
-    server.check()
-
-
 @fetches
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("then", ["others", "flush"])
-def test_a_fetch_that_is_aborted_at_any_point(
-    monkeypatch: pytest.MonkeyPatch, late: Callable[..., HostCacheServer], policy: str, then: str
-) -> None:
+def test_a_fetch_that_is_aborted_at_any_point(late: Start, policy: str, then: str) -> None:
     """Another request takes the freed host rows before the reading thread resumes.
 
     The thread does not write to them.
     """
-    for parts in range(100):
-        with monkeypatch.context() as patch:
-            server = late(patch, policy, host_blocks=9, host_snapshots=3)
+    parts, unfinished = 0, True
+    while unfinished:
+        with late(policy, host_blocks=9, host_snapshots=3) as server:
             request = server.begin_prefetch(LONG)
-            if not run_parts(server, parts):
-                break
+            unfinished = run_parts(server, parts)
+            parts += 1
             server.cache.release_aborted_request(request)
             server.check()
             if then == "flush":
@@ -342,15 +285,12 @@ def test_a_fetch_that_is_aborted_at_any_point(
             while run_parts(server, 1):
                 pass
             assert host_held(server)[0] >= 5
-            nothing_left(server)
-    assert 8 < parts < 100
+    assert parts > 8
 
 
 @fetches
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
-def test_a_fetch_that_its_request_looks_for_at_any_point(
-    monkeypatch: pytest.MonkeyPatch, late: Callable[..., HostCacheServer], policy: str
-) -> None:
+def test_a_fetch_that_its_request_looks_for_at_any_point(late: Start, policy: str) -> None:
     """best_effort ends the fetch when the request looks for it, timeout after its time, wait_complete when it is
     complete.
 
@@ -358,8 +298,7 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(
     """
     found, complete = [], False
     while not complete:
-        with monkeypatch.context() as patch:
-            server = late(patch, policy)
+        with late(policy) as server:
             request = server.begin_prefetch(LONG)
             complete = not run_parts(server, len(found))
             operation = server.cache.ongoing_prefetch[request].operation
@@ -375,7 +314,6 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(
             found.append(server.cache.pop_prefetch_loaded_tokens(request))
             assert server.serve(LONG) == 4 * BLOCK + found[-1]
             assert server.component.metrics.total("hit_tokens", "host") == 4 * BLOCK + found[-1]
-            nothing_left(server)
     assert len(found) > 8 and found[-1] == 5 * BLOCK
     whole = found.index(5 * BLOCK)
     assert set(found[:whole]) == (set() if policy == "wait_complete" else {0}) and set(found[whole:]) == {5 * BLOCK}
@@ -384,23 +322,20 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(
 @fetches
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("why", ["one is gone", "the host has no room", "one is damaged"])
-def test_a_part_of_what_a_request_looks_for(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, late: Callable[..., HostCacheServer], policy: str, why: str
-) -> None:
+def test_a_part_of_what_a_request_looks_for(folder: Path, late: Start, policy: str, why: str) -> None:
     """The request resumes from the last snapshot before the missing page.
 
     A damaged page is detected only when it is read.
     """
-    server = late(monkeypatch, policy, host_blocks=8 if why == "the host has no room" else 120)
-    if why != "the host has no room":
-        last = (9).to_bytes(8, "little") * BLOCK
-        ((path, page),) = ((path, page) for path, page in pages_in(folder).items() if last in page)
-        path.unlink() if why == "one is gone" else path.write_bytes(b"!" + page[1:])
-    part = 0 if why == "one is damaged" else 4 * BLOCK
-    assert fetched(server, LONG) == part
-    server.check()
-    assert server.serve(LONG) == 4 * BLOCK + part
-    nothing_left(server)
+    with late(policy, host_blocks=8 if why == "the host has no room" else 120) as server:
+        if why != "the host has no room":
+            last = (9).to_bytes(8, "little") * BLOCK
+            ((path, page),) = ((path, page) for path, page in pages_in(folder).items() if last in page)
+            path.unlink() if why == "one is gone" else path.write_bytes(b"!" + page[1:])
+        part = 0 if why == "one is damaged" else 4 * BLOCK
+        assert fetched(server, LONG) == part
+        server.check()
+        assert server.serve(LONG) == 4 * BLOCK + part
 
 
 def ways_of(storage: str) -> list[tuple[type, str, Any]]:
@@ -414,7 +349,7 @@ def ways_of(storage: str) -> list[tuple[type, str, Any]]:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_requests_beside_a_storage_that_fails(
-    monkeypatch: pytest.MonkeyPatch, storage: str, restarted: Callable[..., HostCacheServer], raises: bool
+    monkeypatch: pytest.MonkeyPatch, storage: str, restarted: Start, raises: bool
 ) -> None:
     """One of five transfers fails in each direction.
 
@@ -436,22 +371,18 @@ def test_requests_beside_a_storage_that_fails(
 
             patch.setattr(kind, method, sometimes)
         for visit in range(3):
-            with patch.context() as one:
-                server = restarted(one)
+            with restarted() as server:
                 for line in range(6):
                     prompt = [100 * line + token for token in PROMPT]
                     found += (there := server.prefetch(prompt))
                     assert server.serve(prompt) == there in (0, 4 * BLOCK, 5 * BLOCK), (visit, line)
                     server.check()
                 assert not server.wrong and server.flush()
-                server.check()
     assert 0 < found < 12 * 5 * BLOCK
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_tenants_share_nothing_in_a_storage(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer], at_once: bool
-) -> None:
+def test_tenants_share_nothing_in_a_storage(folder: Path, restarted: Start, at_once: bool) -> None:
     """Three tenants and a request without a tenant have the same prompt.
 
     After a restart each finds only its own pages, independent of the pages that others have brought to the host. A
@@ -459,13 +390,11 @@ def test_tenants_share_nothing_in_a_storage(
     """
     tenants, stored = [None, "a", "b", ""], 0
     for tenant in tenants:
-        with monkeypatch.context() as patch:
-            server = restarted(patch)
-            assert server.prefetch(PROMPT, tenant) == server.serve(PROMPT, tenant) == 0, "found pages of another tenant"
+        with restarted() as server:
+            assert server.prefetch(PROMPT, tenant) == server.serve(PROMPT, tenant) == 0, "another's pages"
             assert len(pages_in(folder)) == stored + 5 + 2
             stored += 5 + 2
-    with monkeypatch.context() as patch:
-        server = restarted(patch)
+    with restarted() as server:
         for tenant in tenants:
             if not at_once:
                 server.flush()
@@ -473,35 +402,26 @@ def test_tenants_share_nothing_in_a_storage(
             server.check()
             assert server.serve(PROMPT, tenant) == 5 * BLOCK
         assert server.prefetch(PROMPT, "c") == server.serve(PROMPT, "c") == 0
-        assert not server.wrong
-        server.check()
-        server.check_contents()
         # The tree has the first part of this prompt.
         longer = PROMPT + [50 + at // BLOCK for at in range(4 * BLOCK)]
         server.prefetch(longer, "a")
         assert server.serve(longer, "a") == 5 * BLOCK
-    with monkeypatch.context() as patch:
-        server = restarted(patch)
+    with restarted() as server:
         assert server.prefetch(longer, "b") == 5 * BLOCK
         assert server.serve(PROMPT, "a") == 0
         assert server.prefetch(longer, "a") == 4 * BLOCK and server.serve(longer, "a") == 9 * BLOCK
-        assert not server.wrong
-        server.check()
 
 
-def test_keys_of_tenants_are_those_of_newer_releases(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
+def test_keys_of_tenants_are_those_of_newer_releases(folder: Path, restarted: Start) -> None:
     """An update of SGLang finds the stored pages."""
-    restarted(monkeypatch).serve([1] * (BLOCK + 1), "a")
+    with restarted() as server:
+        server.serve([1] * (BLOCK + 1), "a")
     tenant = sha256(b"sglang-cache-namespace-v1\x01" + (1).to_bytes(8, "little") + b"a\x00").digest()
     first_page = sha256(tenant + (1).to_bytes(4, "little") * BLOCK).hexdigest()
     assert {path.name[:64] for path in pages_in(folder)} == {first_page}
 
 
-def test_other_weights_find_nothing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
+def test_other_weights_find_nothing(restarted: Start) -> None:
     """The weights differ although model and folder are the same: random weights, or weights of another loader."""
     flags = [
         {"load_format": "dummy", "random_seed": 1},
@@ -511,29 +431,25 @@ def test_other_weights_find_nothing(
         {"model_loader_extra_config": "{}"},
     ]
     for given in flags:
-        with monkeypatch.context() as patch:
-            server = restarted(patch, flags=given)
+        with restarted(flags=given) as server:
             assert server.prefetch(PROMPT) == server.serve(PROMPT) == 0, given
-    with monkeypatch.context() as patch:
-        assert restarted(patch, flags=flags[0]).prefetch(PROMPT) == 5 * BLOCK
+    with restarted(flags=flags[0]) as server:
+        assert server.prefetch(PROMPT) == 5 * BLOCK
 
 
-def test_a_long_name_of_a_model(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
-) -> None:
+def test_a_long_name_of_a_model(folder: Path, restarted: Start) -> None:
     """The name is the path of a snapshot in the hub's cache, as a server may be given it."""
     called = "/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/" + "f" * 300
-    with monkeypatch.context() as patch:
-        server = restarted(patch, model_name=called)
+    with restarted(model_name=called) as server:
         server.serve(PROMPT)
         server.cache.invalidate_storage("0123456789abcdef")
         server.flush()
         server.serve(PROMPT)
         assert len(pages_in(folder)) == 5 + 2
-    with monkeypatch.context() as patch:
-        restarted(patch, model_name=called).serve(PROMPT)
-    with monkeypatch.context() as patch:
-        assert restarted(patch, model_name=called).prefetch(PROMPT) == 5 * BLOCK
+    with restarted(model_name=called) as server:
+        server.serve(PROMPT)
+    with restarted(model_name=called) as server:
+        assert server.prefetch(PROMPT) == 5 * BLOCK
 
 
 def lines_about(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
@@ -542,55 +458,48 @@ def lines_about(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 @pytest.mark.parametrize("extra", [{}, {"enable_metadata_cache": True, "max_size": "1G"}])
 def test_a_folder_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    restarted: Callable[..., HostCacheServer],
-    caplog: pytest.LogCaptureFixture,
-    extra: dict[str, Any],
+    folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture, extra: dict[str, Any]
 ) -> None:
     """The folder was removed. One log line reports it, look-ups miss, and no request waits for it.
 
     Once the folder exists again it is used, unless other users can write to it.
     """
-    server = restarted(monkeypatch, extra_config=extra)
     prompts = [[100 * line + token for token in PROMPT] for line in range(6)]
-    assert server.serve(prompts[0]) == 0
-    rmtree(folder)
-    caplog.clear()
-    for prompt in prompts[1:3]:
-        assert server.prefetch(prompt) == server.serve(prompt) == 0
-    assert len(lines_about(caplog, "is gone")) == 1 and not lines_about(caplog, "ailed")
-    assert not folder.exists(), "it may be where a disk was mounted"
-    folder.mkdir(mode=0o700)
-    folder.chmod(0o777)
-    assert server.prefetch(prompts[3]) == server.serve(prompts[3]) == 0
-    assert not pages_in(folder)
-    folder.chmod(0o700)
-    assert server.prefetch(prompts[4]) == server.serve(prompts[4]) == 0
-    assert len(lines_about(caplog, "in use again")) == 1
-    assert len(pages_in(folder)) == 5 + 2
-    assert server.flush() and server.prefetch(prompts[4]) == 5 * BLOCK
-    assert not server.wrong and server.flush()
-    server.check()
+    with restarted(extra_config=extra) as server:
+        assert server.serve(prompts[0]) == 0
+        rmtree(folder)
+        caplog.clear()
+        for prompt in prompts[1:3]:
+            assert server.prefetch(prompt) == server.serve(prompt) == 0
+        assert len(lines_about(caplog, "is gone")) == 1 and not lines_about(caplog, "ailed")
+        assert not folder.exists(), "it may be where a disk was mounted"
+        folder.mkdir(mode=0o700)
+        folder.chmod(0o777)
+        assert server.prefetch(prompts[3]) == server.serve(prompts[3]) == 0
+        assert not pages_in(folder)
+        folder.chmod(0o700)
+        assert server.prefetch(prompts[4]) == server.serve(prompts[4]) == 0
+        assert len(lines_about(caplog, "in use again")) == 1
+        assert len(pages_in(folder)) == 5 + 2
+        assert server.flush() and server.prefetch(prompts[4]) == 5 * BLOCK
+        assert server.flush()
 
 
 @pytest.mark.parametrize("storage", ["file"], indirect=True)
 @pytest.mark.parametrize("error", [PermissionError("no access"), RuntimeError("any other")], ids=["OSError", "other"])
-def test_a_look_up_that_fails_is_a_miss(
-    monkeypatch: pytest.MonkeyPatch, restarted: Callable[..., HostCacheServer], error: Exception
-) -> None:
+def test_a_look_up_that_fails_is_a_miss(monkeypatch: pytest.MonkeyPatch, restarted: Start, error: Exception) -> None:
     """After any error SGLang's thread continues, and the next look-up finds the stored pages."""
 
     def fails(*arguments: Any, **named: Any) -> Any:
         raise error
 
-    with monkeypatch.context() as patch:
-        restarted(patch).serve(PROMPT)
-    server = restarted(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(HiCacheFile, "batch_exists_v2", fails)
-        assert server.prefetch(PROMPT) == 0
-    assert server.prefetch(PROMPT) == 5 * BLOCK
+    with restarted() as server:
+        server.serve(PROMPT)
+    with restarted() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(HiCacheFile, "batch_exists_v2", fails)
+            assert server.prefetch(PROMPT) == 0
+        assert server.prefetch(PROMPT) == 5 * BLOCK
 
 
 @pytest.fixture
@@ -637,13 +546,9 @@ def test_pages_in_mooncakes_store(
     monkeypatch.setattr(MooncakeStorage, "_put_batch_zero_copy_impl", noted)
 
     def found(serve: bool = True, tenant: str | None = None) -> int:
-        with monkeypatch.context() as patch:
-            server = HostCacheServer(patch, seed=0, storage="mooncake")
+        with serving("mooncake") as server:
             there = server.prefetch(PROMPT, tenant)
             assert not serve or server.serve(PROMPT, tenant) == there
-            assert not server.wrong
-            server.check()
-            server.check_contents()
             if not serve:
                 server.cache.invalidate_storage("new")
             return there
@@ -659,7 +564,7 @@ def test_pages_in_mooncakes_store(
             store.remove(key, True)
             store.put(key, page[:3] + b"!" + page[4:])
         assert found() == 0 and "cannot be used and is removed" in caplog.text
-        assert found() == 5 * BLOCK, "the removed pages were not stored again"
+        assert found() == 5 * BLOCK, "what was removed was stored anew"
         caplog.clear()
     store.put("another's", b"page")
     assert found(serve=False) == 5 * BLOCK

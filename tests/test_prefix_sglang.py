@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from prefix_model import TIMES, MiniServer
-from prefix_tree_server import BLOCK, TreeServer, without_a_server
+from prefix_tree_server import BLOCK, TIMES, TreeServer, without_a_server
 
+from benchmarks.agent_trace import Turn
+from benchmarks.prefix_simulation import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache.component import LeafOrder
 
@@ -390,19 +392,18 @@ def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
 def hits_of_both_trees(blocks: int, snapshots: int) -> tuple[list[int], list[int]]:
     """Return the tokens resumed from, by request, on the simulation's tree and on SGLang's."""
     rng = random.Random(5)
-    small, real = MiniServer(blocks, snapshots, interval=4, chunk=50), TreeServer(blocks, snapshots, 4, 50)
+    small = Simulation(blocks, snapshots, 4 * BLOCK, concurrency=1)
+    real = TreeServer(blocks, snapshots, interval=4, chunk=50)
     lines: list[list[int]] = []
     hits: tuple[list[int], list[int]] = ([], [])
-    for _ in range(300):
+    for number in range(300):
         base = rng.choice(lines)[: rng.randint(1, 12)] if lines and rng.random() < 0.8 else []
-        keys = [*base, *(rng.randrange(4) for _ in range(rng.randint(1, 9)))]
-        lines.append(keys)
-        mini = small.admit([*keys, -1 - len(lines)])
-        assert mini is not None
-        hits[0].append(mini.computed * BLOCK)
-        mini.prompt -= 1  # Drop the last key, which stands for a part of a block and is in no tree.
-        small.finish(mini)
-        hits[1].append(run(real, keys))
+        lines.append([*base, *(rng.randrange(4) for _ in range(rng.randint(1, 9)))])
+        small.keys = lambda turn: np.array(lines[turn.conversation])  # type: ignore[method-assign]
+        before = small.hit_tokens
+        small.serve(Turn(number, 0, 0, -1, 0, len(lines[-1]) * BLOCK + 1, 0))
+        hits[0].append(small.hit_tokens - before)
+        hits[1].append(run(real, lines[-1]))
     return hits
 
 

@@ -54,7 +54,6 @@ FULL = frozenset(
         "test_attention_kernels_interpreted.py",
         # Long runs of randomised state machines, and simulations.
         "test_host_cache.py::test_a_hundred_thousand_operations_with_late_copies",
-        "test_prefix_machine.py",
         "test_prefix_sglang.py::test_random_steps_keep_every_block_and_slot_accounted_for",
         "test_prefix_sglang.py::test_the_simulation_and_sglangs_tree_agree",
         "test_prefix_trace.py",
