@@ -1,6 +1,6 @@
-"""Compare the tokens that fit in a given memory: ours and SGLang's, computed and as allocated by running servers.
+"""Compare the tokens that fit in a given memory: ours and SGLang's, computed.
 
-    python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--snapshots 512] [--serve serve.json] [--out DIR]
+    python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--snapshots 512] [--out DIR]
 
 Ours is what the server computes at start-up (`dsv4_sglang.srt.memory.sizing`): one state slot per running request, the
 staging slots of a prefill step, the snapshots, and blocks in the remaining memory. SGLang's is the result of the
@@ -26,7 +26,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -160,35 +159,11 @@ def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int)
         yield {"model": model, "setting": name, "drafts": drafts, "kind": "computed", **row, **beside}
 
 
-def allocated(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield what the servers of a `serve` run reported (43 layers with the ratios of Flash)."""
-    if not file.is_file():
-        return
-    first: dict[str, dict[str, Any]] = {}
-    for row in json.loads(file.read_text())["rows"]:
-        if row.get("measure") == "tokens in the cache" and row.get("value"):
-            first.setdefault(row["subject"], row)
-    base = first.get("in-tree", {}).get("value")
-    for subject, row in first.items():
-        gib = row.get("gib")
-        yield {
-            "model": "flashshape",
-            "setting": f"{subject}, server",
-            "kind": "allocated",
-            "B a token": row.get("bytes_a_token"),
-            "fixed GiB": row.get("fixed_gib"),
-            "tokens": row["value"],
-            "tokens a GiB": row["value"] / gib if gib else None,
-            "x in-tree default": row["value"] / base if base else None,
-        }
-
-
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
     options.add_argument("--gib", type=float, default=78.82, help="memory for the cache in GiB (%(default)s)")
     options.add_argument("--requests", type=int, default=256, help="running requests (%(default)s)")
     options.add_argument("--snapshots", type=int, default=512, help="state snapshots of ours (%(default)s)")
-    options.add_argument("--serve", type=Path, help="result of `serve` (default: serve.json in the folder of --out)")
     args = options.parse_args(argv)
     given = {"gib": args.gib, "requests": args.requests, "snapshots": args.snapshots}
     result = report.Report("capacity", args, given)
@@ -196,7 +171,6 @@ def main(argv: list[str] | None = None) -> int:
         for drafts in (0, DRAFTS):
             part = partial(computed, model, args.gib, args.requests, args.snapshots, drafts)
             result.part(f"{model}, {drafts} draft tokens", part)
-    result.part("allocated", partial(allocated, args.serve or Path(args.out) / "serve.json"))
     columns = ["setting", "model", "drafts", "B a token", "fixed GiB", "tokens", "tokens a GiB", "x in-tree default"]
     title = f"tokens in {args.gib} GiB, {args.requests} requests, {args.snapshots} snapshots of ours"
     result.table(title, columns)

@@ -24,6 +24,7 @@ from typing import Any
 
 from dsv4_sglang.cli.check import ANSWER_TOKENS, TOKENS, Distance, distance_to_cold, too_far
 from dsv4_sglang.cli.client import Server
+from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 # Longest time without an answer, or until the server becomes idle.
@@ -229,7 +230,9 @@ class Driver:
         if self.shape.ranks > 1:
             body["routed_dp_rank"] = ask.rank
         self.seen["requests"] += 1
-        with closing(self._connection()) as connection:
+        # Not `Server.send`, because the request may be cut off before its response.
+        address = urllib.parse.urlsplit(self.url)
+        with closing(http.client.HTTPConnection(address.netloc, timeout=STUCK_SECONDS)) as connection:
             connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
             if cut and not ask.after:
                 if ask.end == "gone":
@@ -238,7 +241,7 @@ class Driver:
                 self._post("/abort_request", {"rid": body["rid"]})
             response = connection.getresponse()
             if response.status != 200:
-                return self._rejected(response)
+                return self._error(f"{response.status}: {response.read().decode(errors='replace')}")
             if body["stream"]:
                 return self._streamed(ask, body.get("rid"), response)
             answers = json.loads(response.read())
@@ -275,9 +278,6 @@ class Driver:
         self.seen["tokens hit"] += cached
         return list(answer.get("output_ids") or [])
 
-    def _rejected(self, response: http.client.HTTPResponse) -> list[int]:
-        return self._error(f"{response.status}: {response.read().decode(errors='replace')}")
-
     def _error(self, text: str) -> list[int]:
         """Accept the error answer of a request that was aborted before it began; raise `Wrong` for any other."""
         if "abort" not in text.lower():
@@ -285,17 +285,13 @@ class Driver:
         self.seen["aborted before it began"] += 1
         return []
 
-    def _connection(self) -> http.client.HTTPConnection:
-        parts = urllib.parse.urlsplit(self.url)
-        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=STUCK_SECONDS)
-
     def _post(self, path: str, body: Any = None) -> int:
         """Return the HTTP status."""
-        with closing(self._connection()) as connection:
-            connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            response.read()
-            return response.status
+        try:
+            self.server.request(path, body or {}, STUCK_SECONDS)
+        except RequestError as error:
+            return error.code
+        return 200
 
     # The operator
 

@@ -207,18 +207,6 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def verdict(lines: list[dict[str, Any]]) -> list[str]:
-    """Return sentences that say if our mean distance is at most the in-tree server's, per path and set of prompts."""
-    mean = {(line["server"], line["path"], line["prompts"]): line["mean"] for line in lines}
-    sentences = []
-    for (server, path, which), value in mean.items():
-        theirs = mean.get(("in-tree", path, which))
-        if server in ("fp8", "bf16") and theirs is not None:
-            holds = "holds" if value <= theirs else "DOES NOT HOLD"
-            sentences.append(f"ours {server} <= in-tree, {path}, prompts {which}: {value:.4f} <= {theirs:.4f} {holds}")
-    return sentences
-
-
 def saved_answers(file: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
     """Return the answers of an earlier run's servers, by server and seed, then by prompt length."""
     answers = {}
@@ -251,9 +239,6 @@ def main(argv: list[str] | None = None) -> int:
     columns = ["server", "path", "prompts", "seeds", "tokens", "mean", "max", "agree", "agree or near tie"]
     result.table("|d logprob| to transformers in fp32, greedy", columns, lines)
     result.fact("summary", lines)
-    result.fact("verdict", verdict(lines))
-    for sentence in verdict(lines):
-        result.console.print(sentence, highlight=False)
     return result.close()
 
 

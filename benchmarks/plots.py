@@ -6,9 +6,9 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks import append, attend, index, move, oracle_distance, serve
+from benchmarks import append, attend, index, move, oracle_distance
 from benchmarks.environment import ROOT
 from benchmarks.report import RESULTS
 
@@ -22,17 +22,11 @@ COLOURS = {
     "ours, far": "#aec7e8",
     "in-tree, layer first": "#ff9896",
     "copy": "#999999",
-    "ours-eager": "#aec7e8",
-    "sglang-best": "#ff9896",
-    "sglang": "#d62728",
 }
 SHOWN = {
     "in-tree, tuned": "SGLang, window ratio 0.5",
     "ours triton": "this package, portable kernel",
-    "ours-eager": "this package, eager prefill",
     "flashmla": "FlashMLA alone",
-    "sglang-best": "SGLang, best flags",
-    "sglang": "SGLang, default flags",
 }
 SERVERS = ("ours", "in-tree")
 Row = dict[str, Any]
@@ -100,13 +94,6 @@ def draw_move(axis: Any, rows: list[Row]) -> None:
     axis.set_title("All blocks of all layers to the host and back: length of the runs of ids")
 
 
-def draw_serve(axis: Any, rows: list[Row]) -> None:
-    lines = [line for line in serve.compare(rows) if line["measure"] == "decode tokens/s"]
-    grouped_bars(axis, [str(line["at"]) for line in lines], pick(lines, ("ours", "in-tree")), "tokens/s")
-    axis.set_yscale("log")
-    axis.set_title("Decode throughput: requests at once")
-
-
 def draw_capacity(axis: Any, rows: list[Row]) -> None:
     lines = [row for row in rows if row.get("kind") == "computed" and row["model"] == "flash" and not row.get("drafts")]
     axis.barh([shown(line["setting"]) for line in lines], [line["tokens"] / 1e6 for line in lines])
@@ -162,100 +149,18 @@ def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw_turns(axes: Any, rows: list[Row]) -> None:
-    """Draw the time to first token for hits on the device: p50, with a line up to p95.
-
-    There is one panel for each of at most two conversation lengths. If a load was measured repeatedly, the last row
-    counts.
-    """
-    turns = [row for row in rows if row["measure"] == "turn" and row["tier"] == "device"]
-    lengths = sorted({row["tokens"] for row in turns})
-    for axis, tokens in zip(axes, lengths):
-        of_length = [row for row in turns if row["tokens"] == tokens]
-        loads = sorted({(row["at_once"], row["new"]) for row in of_length})
-        names = [name for name in COLOURS if any(row["server"]["subject"] == name for row in of_length)]
-        for i, name in enumerate(names):
-            mine = [row for row in of_length if row["server"]["subject"] == name]
-            times = {loads.index((row["at_once"], row["new"])): row["first_token_ms"] for row in mine}
-            place = [j + 0.2 * (i - (len(names) - 1) / 2) for j in times]
-            above = [[0] * len(times), [time["p95"] - time["p50"] for time in times.values()]]
-            style = {"fmt": "o", "markersize": 4, "label": shown(name), "color": COLOURS[name]}
-            axis.errorbar(place, [time["p50"] for time in times.values()], above, **style)
-        axis.set_xticks(range(len(loads)), [f"+{new}\nx {at_once}" for at_once, new in loads], fontsize=6)
-        axis.set_yscale("log")
-        for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-            formatter("{x:g}")
-        axis.tick_params(axis="y", which="both", labelsize=6)
-        axis.grid(axis="y", which="both", linewidth=0.3)
-        axis.set_title(f"First token, {tokens:,} tokens found", fontsize=9)
-        axis.legend(fontsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("ms")
-    for axis in axes[len(lengths) :]:
-        axis.set_visible(False)
-
-
-def draw_trace(axes: Any, rows: list[Row]) -> None:
-    """Draw hits and time to first token over time in each server's last load, and throughput over load.
-
-    If a load was measured repeatedly, the last row counts.
-    """
-    names = [name for name in COLOURS if any(row["server"]["subject"] == name for row in rows)]
-    loop = rows[-1]["loop"]
-    for name in names:
-        of_load = {row["load"]: row for row in rows if row["server"]["subject"] == name and row["loop"] == loop}
-        if not of_load:
-            continue
-        style = {"label": shown(name), "color": COLOURS[name]}
-        last = of_load[[*of_load][-1]]
-        seconds = [part["s"] for part in last["over_time"]]
-        axes[0].plot(seconds, [100 * part["hit"] for part in last["over_time"]], **style)
-        axes[1].plot(seconds, [part["first_token_s"] for part in last["over_time"]], **style)
-        loads = sorted(of_load)
-        axes[2].plot(loads, [of_load[load]["requests_per_s"] for load in loads], marker="o", markersize=3, **style)
-    last = rows[-1]
-    seconds = [part["s"] for part in last["over_time"]]
-    axes[0].plot(seconds, [100 * part["ideal"] for part in last["over_time"]], "--", label="ideal", color="#999999")
-    axes[0].set_title(f"Hits, {loop} loop, {last['load']:g}", fontsize=9)
-    axes[0].set_ylabel("% of the prompts")
-    axes[1].set_title("First token, p50", fontsize=9)
-    axes[1].set_ylabel("seconds")
-    axes[1].set_yscale("log")
-    axes[2].set_title("Throughput", fontsize=9)
-    axes[2].set_ylabel("requests/s")
-    axes[2].set_xlabel("clients" if loop == "closed" else "factor of the time stamps")
-    for axis in axes:
-        axis.legend(fontsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes[:2]:
-        axis.set_xlabel("seconds")
-
-
-class Plot(NamedTuple):
-    """One figure.
-
-    `draw` receives the axis (an array of axes if there are several `panels`) and the rows. The figure is skipped until
-    every server in `needs` has a row.
-    """
-
-    draw: Callable[[Any, list[Row]], None]
-    panels: int = 1
-    needs: tuple[str, ...] = ()
-
-
-DRAWN: dict[str, Plot] = {
-    "append": Plot(draw_append),
-    "attend": Plot(draw_attend),
-    "index": Plot(draw_index),
-    "move": Plot(draw_move),
-    "serve": Plot(draw_serve),
-    "capacity": Plot(draw_capacity),
-    "oracle_distance": Plot(draw_oracle_distance),
-    "prefix_trace": Plot(draw_prefix_trace),
-    "tier_sweep": Plot(draw_tier_sweep, panels=2, needs=SERVERS),
-    "turns": Plot(draw_turns, panels=2, needs=("ours", "sglang", "sglang-best")),
-    "trace": Plot(draw_trace, panels=3, needs=("ours", "sglang-best")),
+DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
+    "append": draw_append,
+    "attend": draw_attend,
+    "index": draw_index,
+    "move": draw_move,
+    "capacity": draw_capacity,
+    "oracle_distance": draw_oracle_distance,
+    "prefix_trace": draw_prefix_trace,
+    "tier_sweep": draw_tier_sweep,
 }
+# Axes of a figure; one if not listed.
+PANELS = {"tier_sweep": 2}
 
 
 def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
@@ -281,15 +186,13 @@ def draw(results: Path, docs: Path) -> list[Path]:
 
     docs.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, plot in DRAWN.items():
+    for name, draw_rows in DRAWN.items():
         loaded = load(results, name)
         if loaded is None:
             continue
         rows, environment = loaded
-        if not {row["server"]["subject"] for row in rows if plot.needs}.issuperset(plot.needs):
-            continue
-        figure, axes = pyplot.subplots(1, plot.panels, figsize=(max(8, 4 * plot.panels), 4), layout="constrained")
-        plot.draw(axes, rows)
+        figure, axes = pyplot.subplots(1, PANELS.get(name, 1), figsize=(8, 4), layout="constrained")
+        draw_rows(axes, rows)
         gpu = environment["gpu"].get("name", "computed")
         release = environment.get("versions", {}).get("sglang")
         figure.supxlabel(f"{gpu}, SGLang {release}" if release else gpu, fontsize=7, color="#666666")

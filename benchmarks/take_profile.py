@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,10 @@ def decode(server: Server, prompts: Sequence[list[int]], tokens: int, keep: Path
         RuntimeError: the requests ended too early.
     """
     with tempfile.TemporaryDirectory(prefix="profile_") as folder:
-        mark, burst = server.mark(), _Burst(server, prompts, tokens)
+        mark, burst = server.mark(), _sent(server, prompts, tokens)
         deadline = time.monotonic() + RUNNING_SECONDS
         while servers.running_now(server.lines(mark)) != len(prompts):
-            if burst.ended or time.monotonic() > deadline:
+            if burst.done() or time.monotonic() > deadline:
                 burst.result()
                 raise RuntimeError(f"{len(prompts)} requests never decoded together")
             time.sleep(0.01)
@@ -70,31 +70,13 @@ def on_first_rank(server: Server, requests: int) -> dict[str, Any]:
     return {"routed_dp_rank": 0} if requests == 1 and "--dp-size" in server.argv else {}
 
 
-class _Burst:
-    """Requests in a daemon thread."""
-
-    def __init__(self, server: Server, prompts: Sequence[list[int]], tokens: int) -> None:
-        self._error: Exception | None = None
-        single = len(prompts) == 1
-        more = on_first_rank(server, len(prompts))
-
-        def run() -> None:
-            try:
-                server.generate(prompts[0] if single else prompts, tokens, **more)
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+def _sent(server: Server, prompts: Sequence[list[int]], tokens: int) -> Future[Any]:
+    """Send the prompts as one request from a thread."""
+    pool = ThreadPoolExecutor(1)
+    ids = prompts[0] if len(prompts) == 1 else prompts
+    burst = pool.submit(server.generate, ids, tokens, **on_first_rank(server, len(prompts)))
+    pool.shutdown(wait=False)
+    return burst
 
 
 def _start(server: Server, folder: str, **more: Any) -> None:
