@@ -18,7 +18,7 @@
 SGLANG ?=
 NEWEST := 0.5.23
 NEWEST_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py v41.py v41_cache.py \
-	prefix_sglang.py host_cache.py host_storage.py page_names.py host_folder.py integrity.py sleep.py \
+	overlapping_layer.py prefix_sglang.py host_cache.py host_storage.py page_names.py host_folder.py integrity.py sleep.py \
 	request_validation.py) \
 	tests/server/test_faults.py tests/server/test_rejections.py tests/server/test_start.py \
 	tests/server/test_tokenizer_workers.py \

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -262,9 +263,15 @@ def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
 
 
-@pytest.mark.parametrize("split", ["attention_context_model_parallel_size", "attention_data_parallel_size"])
+@pytest.mark.parametrize(
+    ("split", "flags"),
+    [
+        ("attention_context_model_parallel_size", {"attn_cp_size": 2}),
+        ("attention_data_parallel_size", {"dp_size": 2, "enable_dp_attention": True}),
+    ],
+)
 def test_parts_of_attention_that_some_processes_have_are_added_up(
-    split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    split: str, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four tensor-parallel processes, of which two share a layer's heads, each get the whole output. SGLang splits this
     way with context parallelism and with DP attention."""
@@ -280,8 +287,13 @@ def test_parts_of_attention_that_some_processes_have_are_added_up(
     whole = low.flatten(1) @ wo_b.T
 
     def work(rank: int) -> None:
-        runtime_context.publish(ServerArgs(model_path="dummy", device="cpu", tp_size=4), role="test")
-        parallel_state.initialize_model_parallel(4, backend="gloo", **{split: 2})
+        args = ServerArgs(model_path="dummy", device="cpu", tp_size=4, **flags)
+        if compat.IS_0_5_23:  # takes the sizes from the published flags
+            runtime_context.publish(args, role="test", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank))
+            parallel_state.initialize_model_parallel(backend="gloo")
+        else:
+            runtime_context.publish(args, role="test")
+            parallel_state.initialize_model_parallel(4, backend="gloo", **{split: 2})
         layer = CachedAttention(config, 0, None, "", None)
         layer.wo_a.weight.weight_loader(layer.wo_a.weight, wo_a)
         layer.wo_b.weight.weight_loader(layer.wo_b.weight, wo_b)
