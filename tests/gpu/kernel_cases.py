@@ -43,7 +43,6 @@ def recorded(call: Callable[[], Any], warm_up: bool = False) -> tuple[torch.cuda
 
     With `warm_up` run it first on another stream, for kernels that are compiled or scheduled in their first call.
     """
-    extension.load()
     if warm_up:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):

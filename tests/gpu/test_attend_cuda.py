@@ -12,16 +12,10 @@ from dsv4_sglang.attention.base import AttendInputs, AttentionKernel
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
 from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.ops import extension
 
 pytestmark = pytest.mark.gpu
 STEP = prefill_case(ratio=0, kv_format=KVFormat.FP8, heads=64)[0]
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _registered_ops():
-    extension.load()  # the build needs a GPU
 
 
 def needs(kernel: type[AttentionKernel], case: AttendCase) -> None:

@@ -8,15 +8,10 @@ from attention_cases import IndexCase, assert_selects, index_case
 from kernel_cases import recorded
 
 from dsv4_sglang.formats import KeyFormat
-from dsv4_sglang.ops import cuda_index, extension
+from dsv4_sglang.ops import cuda_index
 from dsv4_sglang.ops.reference import read
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _registered_ops():
-    extension.load()  # the build needs a GPU
 
 
 def decode(*visible: int) -> list[tuple[int, int]]:

@@ -13,15 +13,10 @@ from dsv4_sglang.attention.base import EntryList
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
 from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.ops import cuda_index, extension
+from dsv4_sglang.ops import cuda_index
 
 pytestmark = pytest.mark.gpu
 BLOCKS = 170_000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _registered_ops():
-    extension.load()  # the build needs a GPU
 
 
 def far(table: Tensor) -> Tensor:

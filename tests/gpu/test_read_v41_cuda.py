@@ -6,26 +6,16 @@ tests/test_v41_cache.py compares the reference with a dense computation, on the 
 import pytest
 import torch
 from attention_cases import assert_attends
-from kernel_cases import recorded
+from kernel_cases import ops, recorded
 from v41_attention_cases import v41_attend_case, v41_index_case
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.attention import triton_attend_v41, triton_index_v41
-from dsv4_sglang.cache.device import resolve_device
 
 pytestmark = pytest.mark.gpu
 
 # fp32: logits are up to 90, sums of 512 products. Both sides round them to about 5e-6, and the weights likewise.
 BOUND = {torch.bfloat16: 6e-3, torch.float32: 2e-5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extension():
-    return resolve_device("cuda")
-
-
-def ops():
-    return torch.ops.dsv4_sglang
 
 
 @pytest.mark.parametrize("splits", [None, 1, 5])
