@@ -27,6 +27,7 @@ CONFIG = dataclasses.replace(
     index_topk=TOP_K,
 )
 EXACT = {"kv_format": "fp32", "key_format": "fp32"}
+ONLINE: dict[str, Any] = {"hca_state": "online", **EXACT}
 
 
 def make_manager(
@@ -214,8 +215,13 @@ def check(request: Request, **options: str) -> None:
         )
 
 
+def block_views(manager: KVCacheManager) -> list[Tensor]:
+    """Return the tables of blocks of all layers."""
+    return [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+
+
 def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
     """Copy all bytes of a request, in the order of its tokens."""
     blocks = manager.blocks_of(slot)
-    views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
-    return [*(table[slot].clone() for table in manager.state.slot_tables()), *(v[blocks].clone() for v in views)]
+    slots = (table[slot].clone() for table in manager.state.slot_tables())
+    return [*slots, *(view[blocks].clone() for view in block_views(manager))]

@@ -20,6 +20,7 @@ from standalone_harness import (
     Request,
     all_bytes,
     alone,
+    block_views,
     check,
     make_manager,
     run_step,
@@ -367,7 +368,7 @@ def test_bad_sizes() -> None:
 def spoil(manager: KVCacheManager) -> None:
     """Overwrite all free slots and blocks."""
     used = manager.blocks_of(0) if 0 in manager._blocks else []
-    for view in (v for pool in manager.paged_pools if pool is not None for v in pool.block_views()):
+    for view in block_views(manager):
         view[[i for i in range(manager.num_blocks) if i not in used]] = 77
     for slot in range(manager.max_concurrent_requests):
         if slot not in manager._blocks:
@@ -489,7 +490,7 @@ def test_offload_beside_the_steps() -> None:
     host row is not overwritten while it is read."""
     manager = make_manager("cuda", slots=2, blocks=4, host_requests=1, host_blocks=2)
     beside = torch.cuda.Stream()
-    views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+    views = block_views(manager)
     for value in range(1, 30):
         slot = manager.admit_request()
         blocks = [manager.allocate_block(slot) for _ in range(2)]

@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from standalone_harness import EXACT, LONGEST, Layer, Request, attend, check, make_manager, run_step
+from standalone_harness import (
+    EXACT,
+    LONGEST,
+    ONLINE,
+    Layer,
+    Request,
+    attend,
+    block_views,
+    check,
+    make_manager,
+    run_step,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_sglang.standalone import KVCacheManager, LayerCacheHandle
-
-ONLINE: dict[str, Any] = {"hca_state": "online", **EXACT}
 
 
 def append_first_layer(manager: KVCacheManager, request: Request, positions: Sequence[int], **options: int) -> None:
@@ -250,7 +259,7 @@ def test_a_recorded_step_of_drafts(device: torch.device) -> None:
 
 
 def state_bytes(manager: KVCacheManager) -> list[Tensor]:
-    blocks = [view.clone() for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+    blocks = (view.clone() for view in block_views(manager))
     return [*blocks, *(tensor.view(torch.uint8).clone() for tensor in manager.state.slot_tables())]
 
 
