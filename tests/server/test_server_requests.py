@@ -10,15 +10,14 @@ import dataclasses
 import http.client
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from liveness import STUCK_SECONDS
 from pydantic import BaseModel
-from server_harness import Server, running
+from server_harness import Server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -31,7 +30,7 @@ CONTEXT, VOCABULARY = 2048, 384
 FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "16", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "8192", "--chunked-prefill-size", "256", "--tool-call-parser", "deepseekv4")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
-MODEL = {"ratios": (0, 4), "index_topk": 1536}
+MODEL = {"seed": 0, "ratios": (0, 4), "index_topk": 1536}
 
 PROMPT = [5, 6, 7]
 GREEDY = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -52,13 +51,6 @@ OTHER_ANSWER = {
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("json_schema", "regex", "ebnf", "structural_tag"),
 }
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("requests") / "log"
-    with running(tiny(seed=0, **MODEL), log, *FLAGS, **OPTIONS) as server:
-        yield server
 
 
 def usual(**fields: Any) -> dict[str, Any]:
