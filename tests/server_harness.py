@@ -203,6 +203,11 @@ class Server(Endpoint):
                     found[key] += sample.value
         return dict(found)
 
+    def published(self) -> dict[str, float]:
+        """Return `metrics` after a request, because the server publishes counters when a request begins or ends."""
+        self.generate(prompt(5), 1)
+        return self.metrics()
+
     def flush(self) -> None:
         """Empty the prefix cache. SGLang rejects this while the last step is being retired."""
         progress, pause = Progress(self.process), 0.05
@@ -296,6 +301,21 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
         yield server
         if not server.killed:
             Progress(process, log).check()
+
+
+def empty_device(server: Server) -> None:
+    """Release and resume the memory of the cache. A host cache keeps its contents."""
+    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+
+def wait_for_pages(server: Server, folder: Path, count: int) -> None:
+    """Wait until SGLang's thread has written `count` pages to a storage of files after the answer."""
+    progress = Progress(server.process)
+    while len(list(folder.glob("*.bin"))) < count:
+        progress.check()
+        time.sleep(POLL_SECONDS / 10)
+    assert len(list(folder.glob("*.bin"))) == count
 
 
 def on_rank(rank: int) -> dict[str, int]:

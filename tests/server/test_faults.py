@@ -5,7 +5,6 @@ The server has a host cache with a storage of files. The restarted server uses t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,24 +14,22 @@ from typing import Any
 import pytest
 import torch
 from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, STUCK, broken
-from liveness import Progress
 from safetensors.torch import load_file
-from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
+from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running, wait_for_pages
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
 from benchmarks import ports
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.srt.integration import compat
 
-pytestmark = pytest.mark.server
-
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault", "pages")]
 
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
-MODEL = {"ratios": (0, 4, 128), "index_topk": 1536}
+MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 TOLERANCE = 2e-3
 STORED = prompt(400)
 # Full blocks of STORED. Its pages are these and one snapshot.
@@ -49,32 +46,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module")
-def server(
-    fault: Path, pages: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("faults") / "log"
-    with running(tiny(seed=0, **MODEL), log, *FLAGS, **OPTIONS) as server:
-        yield server
-
-
 # Server failures
 
 
 def to_storage_alone(server: Server, pages: Path) -> Generated:
     """Return the answer to STORED. Afterwards its pages are only in the storage."""
     got = server.generate(STORED)
-    progress = Progress(server.process)
-    while len(list(pages.glob("*.bin"))) < BLOCKS + 1:
-        progress.check()
-        time.sleep(0.05)
+    wait_for_pages(server, pages, BLOCKS + 1)
     server.wait_idle()
     server.flush()
     return got
 
 
 @pytest.fixture(scope="module")
-def crashed(server: Server, fault: Path, pages: Path) -> Generated:
+def crashed(server: Server, pages: Path) -> Generated:
     """Return the answer to STORED of the server that a later test crashes."""
     return to_storage_alone(server, pages)
 
@@ -91,13 +76,10 @@ def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashe
     assert named == [f"RuntimeError: {LAUNCH_ERROR}"]
 
 
-def test_a_load_that_does_not_end_ends_the_server(
-    fault: Path, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_does_not_end_ends_the_server(fault: Path, model: Path, tmp_path: Path) -> None:
     """A load that exceeds its timeout ends the server; the waiting request receives the error that the log has."""
-    monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     flags = [flag for flag in FLAGS if "storage" not in flag and flag not in ("file", "wait_complete")]
-    with running(tiny(seed=0, **MODEL), tmp_path / "log", *flags, **OPTIONS, host_load_timeout_seconds=2) as server:
+    with running(model, tmp_path / "log", *flags, **OPTIONS, host_load_timeout_seconds=2) as server:
         server.generate(STORED)
         server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
         server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
@@ -114,11 +96,8 @@ def test_a_load_that_does_not_end_ends_the_server(
 
 
 @pytest.fixture(scope="module")
-def restarted(
-    crashed: Generated, pages: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("restarted") / "log"
-    with running(tiny(seed=0, **MODEL), log, *FLAGS, **OPTIONS) as server:
+def restarted(crashed: Generated, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(model, tmp_path_factory.mktemp("restarted") / "log", *FLAGS, **OPTIONS) as server:
         yield server
 
 
@@ -126,8 +105,7 @@ def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Gener
     got = restarted.generate(STORED)
     assert got.cached == BLOCKS * 128
     assert_same(got, crashed, TOLERANCE)
-    restarted.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
-    assert restarted.metrics()["hit_tokens_storage"] == BLOCKS * 128
+    assert restarted.published()["hit_tokens_storage"] == BLOCKS * 128
 
 
 # Weight updates
@@ -136,11 +114,10 @@ def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Gener
 @contextmanager
 def session(server: Server) -> Iterator[None]:
     """Context manager: open the weight update session that SGLang 0.5.23 requires."""
-    sessions = compat.IS_0_5_23
-    if sessions:
+    if compat.IS_0_5_23:
         assert server.post("/begin_weight_update", {})["success"]
     yield
-    if sessions:
+    if compat.IS_0_5_23:
         assert server.post("/end_weight_update", {})["success"]
 
 
@@ -190,7 +167,7 @@ def test_new_weights_over_http_leave_nothing(
         assert_same(found, before, TOLERANCE)
         old = set(pages.glob("*.bin"))
         with session(restarted):
-            send(restarted, load_file(tiny(seed=seed, **MODEL) / "model.safetensors"))
+            send(restarted, load_file(tiny(**{**MODEL, "seed": seed}) / "model.safetensors"))
         assert not old & set(pages.glob("*.bin")), "files of the old weights"
         got = restarted.generate(STORED)
         assert got.cached == 0, send

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conversations import LONGEST, ends_of
 from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken
-from server_harness import ATTEMPTS, Generated, Server, assert_same, prompt, running
+from server_harness import ATTEMPTS, Generated, Server, assert_same, empty_device, prompt, running
 
 from benchmarks import prefix_trace, turns
 from benchmarks.replay import Client
@@ -80,6 +80,8 @@ def test_conversations_beyond_the_device(server: Server, known: dict[tuple[int, 
     assert change["host_saved_bytes"] > 0 and change["host_loaded_bytes"] > 0 and change["host_load_seconds_sum"] > 0
     assert after["host_tokens"] > 16 * 128, "the host holds no more tokens than the device could"
     assert change["host_saves_skipped"] == change["host_loads_failed"] == 0
+    server.flush()
+    assert server.generate(prompts[0]).cached == 0, "a flush empties the host, too"
     server.wait_idle()
 
 
@@ -137,16 +139,6 @@ def test_turns_from_the_device_and_from_the_host(server: Server) -> None:
     server.wait_idle()
 
 
-def test_after_a_flush_the_host_has_nothing(server: Server) -> None:
-    only_with(server, POLICIES[0])
-    ids = prompt(400, seed=80)
-    reference = server.generate(ids)
-    server.flush()
-    got = server.generate(ids)
-    assert got.cached == 0
-    assert_same(got, reference, TOLERANCE)
-
-
 def test_answers_end_where_cold_ones_do(server: Server) -> None:
     """Warm answers of evicted conversations have the same length as cold ones.
 
@@ -163,8 +155,7 @@ def test_answers_end_where_cold_ones_do(server: Server) -> None:
     print(f"{ends.parted} of {len(lengths)} parted at near ties, {ends.cached} tokens found, lengths {sorted(lengths)}")
     assert ends.parted <= 1 + len(lengths) // 100
     assert len(set(lengths)) > 5 and lengths.count(LONGEST) < len(lengths) / 2, "few answers end"
-    server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
-    assert server.metrics()["hit_tokens_host"] - before > ends.cached / 2 > 0
+    assert server.published()["hit_tokens_host"] - before > ends.cached / 2 > 0
     server.wait_idle()
 
 
@@ -174,11 +165,6 @@ def to_host_only(server: Server, ids: list[int]) -> None:
     server.generate(ids, 1)
     server.generate(prompt(500, seed=130), 1)
     empty_device(server)
-
-
-def empty_device(server: Server) -> None:
-    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
-    server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
 def test_a_retracted_request_resumes_from_the_host(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
@@ -200,8 +186,7 @@ def test_a_retracted_request_resumes_from_the_host(server: Server, known: dict[t
             got = answer()
             assert len(got.tokens) == len(reference.tokens)
             assert_same(got, reference, TOLERANCE)
-        server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
-        after = server.metrics()
+        after = server.published()
         times, tokens = (now - then for now, then in zip(server.retracted(), retracted))
         if times:
             break
@@ -266,24 +251,7 @@ def test_asleep_the_host_keeps_what_there_is(server: Server) -> None:
     for got, reference in zip(answers, references):
         assert got.cached == 384
         assert_same(got, reference, TOLERANCE)
-    server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
-    assert server.metrics()["hit_tokens_host"] - before["hit_tokens_host"] == 2 * 384
-    server.wait_idle()
-
-
-def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..., Path]) -> None:
-    """A weight update without a flush, while copies to the host are in flight, clears the host cache."""
-    only_with(server, POLICIES[0])
-    ids = prompt(400, seed=160)
-    models = [tiny(seed=seed, ratios=(0, 4, 128), index_topk=1536) for seed in (9, 0)]
-    reference = server.generate(ids)
-    for model, flush in zip(models, (False, True)):
-        assert server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": flush})["success"]
-        got = server.generate(ids)
-        assert got.cached == 0 and server.generate(ids).cached == 384
-        apart = got.tokens != reference.tokens or max(abs(a - b) for a, b in zip(got.logprobs, reference.logprobs)) > 1
-        assert apart == (model is models[0])
-    assert_same(got, reference, TOLERANCE)
+    assert server.published()["hit_tokens_host"] - before["hit_tokens_host"] == 2 * 384
     server.wait_idle()
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from liveness import POLL_SECONDS, STUCK_SECONDS, Progress
-from server_harness import Server, assert_same, prompt, running
+from liveness import POLL_SECONDS, STUCK_SECONDS
+from server_harness import Server, assert_same, prompt, running, wait_for_pages
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
@@ -43,15 +43,6 @@ def start(
             yield server
 
     return started
-
-
-def wait_for_pages(server: Server, folder: Path, count: int) -> None:
-    """Wait until SGLang's thread has written `count` pages after the answer."""
-    progress = Progress(server.process)
-    while len(list(folder.glob("*.bin"))) < count:
-        progress.check()
-        time.sleep(POLL_SECONDS / 10)
-    assert len(list(folder.glob("*.bin"))) == count
 
 
 def salted(server: Server, salt: str) -> int:
