@@ -1,6 +1,8 @@
 """`attend` on CUDA, through FlashMLA and in Triton, against the CPU op."""
 
 import dataclasses
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -31,50 +33,28 @@ def run(case: AttendCase, kernel: str) -> torch.Tensor:
     return FlashMLAAttention().attend(*flashmla.pad_heads(q, inputs)).values
 
 
-@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
-@pytest.mark.parametrize("heads", [64, 128, 16, 72])
-@pytest.mark.parametrize("width", [None, 64, 512, 1024, 200])
-@pytest.mark.parametrize("tokens", [1, 9, 40])
-def test_shapes_and_corners(kernel, heads, width, tokens):
-    case = attend_case(tokens=tokens, heads=heads, width=width, seed=tokens)
-    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
+CORNERS = itertools.product((1, 9, 40), (64, 128, 16, 72), (None, 64, 512, 1024, 200))
+LENS = [[(0, 0)], [(1, 0)], [(128, 0)], [(128, 512)], [(127, 511)], [(0, 1)], [(64, 64), (0, 0), (128, 512)]]
+# Arguments of `attend_case`; by default 9 tokens of 64 heads.
+CASES: list[dict[str, Any]] = [
+    *({"tokens": tokens, "heads": heads, "width": width, "seed": tokens} for tokens, heads, width in CORNERS),
+    *({"width": 320, "per_block": rows, "seed": 2} for rows in (2, 32, 62, 64, 576, None)),
+    *({"tokens": 6, "width": 512, "lens": lens, "seed": 3} for lens in LENS),
+    {"tokens": 700, "width": 64, "seed": 4},
+    # HCA at a million tokens: few tokens, thousands of entries.
+    {"tokens": 2, "width": 8192, "lens": [(128, 8192), (128, 5000)], "per_block": None, "seed": 5},
+    # Rings of requests with speculation: 128 entries plus those that may be rolled back.
+    *(
+        {"tokens": 40, "width": width, "ring_rows": rows, "seed": 10}
+        for rows, width in itertools.product((130, 132, 134, 136, 138, 300), (None, 512))
+    ),
+]
 
 
 @pytest.mark.parametrize("kernel", ["flashmla", "triton"])
-@pytest.mark.parametrize("per_block", [2, 32, 62, 64, 576, None])
-def test_block_sizes(kernel, per_block):
-    case = attend_case(tokens=9, heads=64, width=320, per_block=per_block, seed=2)
-    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
-
-
-@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
-@pytest.mark.parametrize("ring_rows", [130, 132, 134, 136, 138, 300])
-def test_rings_wider_than_the_window(kernel, ring_rows):
-    """Rings of requests with speculation: 128 entries plus those that may be rolled back."""
-    for width in (None, 512):
-        case = attend_case(tokens=40, heads=64, width=width, ring_rows=ring_rows, seed=10)
-        assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
-
-
-@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
-@pytest.mark.parametrize(
-    "lens", [[(0, 0)], [(1, 0)], [(128, 0)], [(128, 512)], [(127, 511)], [(0, 1)], [(64, 64), (0, 0), (128, 512)]]
-)
-def test_list_lengths(kernel, lens):
-    case = attend_case(tokens=6, heads=64, width=512, lens=lens, seed=3)
-    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
-
-
-@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
-def test_many_tokens(kernel):
-    case = attend_case(tokens=700, heads=64, width=64, seed=4)
-    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
-
-
-@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
-def test_long_list(kernel):
-    """HCA at a million tokens: few tokens, thousands of entries."""
-    case = attend_case(tokens=2, heads=64, width=8192, lens=[(128, 8192), (128, 5000)], per_block=None, seed=5)
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_attend(kernel, fields):
+    case = attend_case(**{"tokens": 9, "heads": 64, **fields})
     assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
 
 

@@ -18,7 +18,7 @@ import pytest
 from disaggregation_harness import Disaggregated, a_pair, by, long_timeouts, needs
 from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, broken, entry_point
 from liveness import Progress
-from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, one_core_each, prompt, running
+from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, greedy, one_core_each, prompt, running
 
 from benchmarks import ports
 from benchmarks.reference.oracle import Oracle
@@ -44,11 +44,6 @@ def waiting() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(**MODEL))
-
-
 @pytest.fixture(scope="module", params=["mooncake_tcp", "nixl"])
 def backend(request: pytest.FixtureRequest, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Transfer backend of all servers that a test starts."""
@@ -61,12 +56,14 @@ def backend(request: pytest.FixtureRequest, fault: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture(scope="module")
-def servers(
-    backend: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Disaggregated]:
+def servers(backend: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
     folder, flags = tmp_path_factory.mktemp("apart"), (*FLAGS, *by(backend))
-    with a_pair(tiny(**MODEL), folder, flags, ("--max-total-tokens", "4096"), FULL, **OPTIONS) as servers:
+    with a_pair(model, folder, flags, ("--max-total-tokens", "4096"), FULL, **OPTIONS) as servers:
         yield servers
+
+
+def assert_right(servers: Disaggregated, oracle: Oracle, ids: list[int]) -> None:
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
 
 
 def test_a_batch(servers: Disaggregated, oracle: Oracle) -> None:
@@ -100,7 +97,7 @@ def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, fault: 
     with broken(fault, name):
         wrong = servers.generate(ids, GENERATED)
     assert distances(oracle, ids, wrong).max() > 100 * TOLERANCE
-    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+    assert_right(servers, oracle, ids)
 
 
 def assert_right_though_full(servers: Disaggregated, oracle: Oracle) -> None:
@@ -142,15 +139,14 @@ def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracl
             waiting.result()
     assert rejected.value.code == 500
     servers.wait_idle()
-    ids = prompt(130, seed=8)
-    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+    assert_right(servers, oracle, prompt(130, seed=8))
 
 
 def test_another_cache_is_rejected(
     servers: Disaggregated,
     backend: str,
     oracle: Oracle,
-    tiny: Callable[..., Path],
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -161,7 +157,7 @@ def test_another_cache_is_rejected(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = (*FLAGS, *by(backend), *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
     options = {**OPTIONS, "indexer_format": "mxfp4"}
-    with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other, ThreadPoolExecutor(2) as pool:
+    with running(model, tmp_path / "log", *flags, **options) as other, ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             body = {"input_ids": prompt(20), "sampling_params": {"max_new_tokens": 4}, **servers.room()}
             # The prefill server must fail too, instead of waiting for its timeout of two hours.
@@ -175,8 +171,7 @@ def test_another_cache_is_rejected(
             assert "attention TP 1" in message and "attention TP 2" in message
         other.wait_idle()
     servers.wait_idle()
-    ids = prompt(131, seed=9)
-    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+    assert_right(servers, oracle, prompt(131, seed=9))
 
 
 REQUESTS = int(os.environ.get("DSV4_SGLANG_TEST_REQUESTS", "60"))
@@ -190,8 +185,7 @@ def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
         if i % 10:
             assert len(servers.generate(ids, count).tokens) == count
             return
-        sampling = {"max_new_tokens": 400, "ignore_eos": True}
-        body = {"input_ids": ids, "rid": f"aborted {i}", "sampling_params": sampling, **servers.room()}
+        body = greedy(ids, 400, rid=f"aborted {i}", **servers.room())
         both = servers.decode, servers.prefill
         with ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(server.post, "/generate", body) for server in both]
@@ -208,8 +202,7 @@ def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
     servers.wait_idle()
     (load,) = servers.get("/v1/loads")["loads"]
     assert load["num_used_tokens"] == 0, load
-    ids = prompt(140, seed=40)
-    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+    assert_right(servers, oracle, prompt(140, seed=40))
 
 
 @pytest.fixture
@@ -232,13 +225,13 @@ def kill_in_transfer(fault: Path) -> Iterator[Callable[[Server, Server], None]]:
 
 
 @pytest.fixture
-def another(backend: str, tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
+def another(backend: str, model: Path, tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
     """Return a function that starts an additional server in the given mode."""
     numbers = count()
 
     def start(mode: str, *flags: str) -> AbstractContextManager[Server]:
         given = (*FLAGS, *by(backend), "--disaggregation-mode", mode, *flags)
-        return running(tiny(**MODEL), tmp_path / f"log {next(numbers)}", *given, **OPTIONS)
+        return running(model, tmp_path / f"log {next(numbers)}", *given, **OPTIONS)
 
     return start
 
@@ -274,9 +267,9 @@ def test_the_prefill_server_is_killed(
                 assert rejected.value.code == 500 and "Lost connection with prefill" in rejected.value.text
                 servers.decode.wait_idle()
             else:
-                assert distances(oracle, ids, pair.generate(ids, GENERATED)).max() <= TOLERANCE
+                assert_right(pair, oracle, ids)
                 pair.wait_idle()
-    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+    assert_right(servers, oracle, ids)
 
 
 def test_the_decode_server_is_killed(
@@ -296,17 +289,15 @@ def test_the_decode_server_is_killed(
         assert failed.value.code == 500
         assert answers[0].exception() is not None
     servers.wait_idle()
-    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+    assert_right(servers, oracle, ids)
 
 
-def test_two_processes_each(
-    tiny: Callable[..., Path], oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With TP 2, process i of one server sends to process i of the other."""
     needs("mooncake_tcp")
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = (*FLAGS, *by("mooncake_tcp"), "--tp-size", "2", "--max-total-tokens", "4096")
-    with a_pair(tiny(**MODEL), tmp_path, flags, **OPTIONS) as pair:
+    with a_pair(model, tmp_path, flags, **OPTIONS) as pair:
         prompts = [prompt(length, seed=43) for length in (5, 128, 450)]
         for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
             for ids, got in zip(prompts, found):
@@ -340,9 +331,7 @@ def test_drafts_and_the_host_cache(speculating: Disaggregated, tiny: Callable[..
 def test_drafts_are_accepted(speculating: Disaggregated) -> None:
     """Drafts are accepted after a transferred prompt. The acceptance length hardly depends on the draft model's
     ring."""
-    ids = prompt(200, seed=30)
-    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}
-    meta = speculating.post("/generate", body)["meta_info"]
+    meta = speculating.post("/generate", greedy(prompt(200, seed=30), 40))["meta_info"]
     assert meta["spec_accept_length"] > 1.5
 
 
