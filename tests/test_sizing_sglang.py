@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.mem_cache import mamba_checkpoint_pool
 from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
 
 from benchmarks import capacity
@@ -68,22 +70,23 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
         **options: Any,
     ) -> Configurator:
         overridden: dict[str, int] = {}
-        schedule = SimpleNamespace(
-            max_running_requests=running,
-            chunked_prefill_size=8192,
-            max_prefill_tokens=16384,
-            disable_overlap_schedule=False,
-        )
-        context = SimpleNamespace(override=lambda _name, **values: overridden.update(values))
-        features = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
-        monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
-        monkeypatch.setattr(runtime_context, "get_exec", lambda: features)
-        apart = SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_extra_slots=2 * running)
-        monkeypatch.setattr(runtime_context, "get_disagg", lambda: apart)
-        monkeypatch.setattr(runtime_context, "get_memory", lambda: SimpleNamespace(disable_radix_cache=not radix))
-        monkeypatch.setattr(runtime_context, "get_context", lambda: context)
-        monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_dp_size=ranks))
+        settings: dict[str, dict[str, Any]] = {
+            "schedule": {
+                "max_running_requests": running,
+                "chunked_prefill_size": 8192,
+                "max_prefill_tokens": 16384,
+                "disable_overlap_schedule": False,
+            },
+            "exec": {"features": SimpleNamespace(enable_memory_saver=False)},
+            "disagg": {"disaggregation_mode": mode, "disaggregation_decode_extra_slots": 2 * running},
+            "memory": {"disable_radix_cache": not radix},
+            "context": {"override": lambda _name, **values: overridden.update(values)},
+            "parallel": {"attn_dp_size": ranks},
+        }
+        for name, values in settings.items():
+            monkeypatch.setattr(runtime_context, f"get_{name}", partial(lambda part: part, SimpleNamespace(**values)))
         monkeypatch.setattr(compat, "model_config", lambda _config: config)
+        monkeypatch.setattr(mamba_checkpoint_pool, "maybe_init_int8_mamba_checkpoint_pool", lambda **_: None)
         return Configurator(
             model_config=SimpleNamespace(hf_config=None, context_len=1 << 20),
             kv_cache_dtype=torch.float8_e4m3fn,
@@ -176,10 +179,7 @@ def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> 
         tokens_of(configurator(flashshape(), 16, radix=False, mode="decode", max_snapshots=8), MEMORY)
 
 
-def test_a_decode_servers_pool_is_what_was_counted(configurator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.mem_cache import mamba_checkpoint_pool
-
-    monkeypatch.setattr(mamba_checkpoint_pool, "maybe_init_int8_mamba_checkpoint_pool", lambda **_: None)
+def test_a_decode_servers_pool_is_what_was_counted(configurator: Any) -> None:
     launched = configurator(flashshape(), 2, radix=False, mode="decode")
     tokens_of(launched, MEMORY)
     runtime_context.get_schedule().max_mamba_cache_size = launched.overridden["max_mamba_cache_size"]
@@ -198,12 +198,7 @@ def test_without_a_prefix_cache_there_are_no_snapshots(configurator: Any) -> Non
 
 @pytest.mark.skipif(compat.IS_0_5_23, reason="a pool reads the settings of a running server there")
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_a_request_takes_one_slot_of_the_pool_that_is_built(
-    configurator: Any, drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang.srt.mem_cache import mamba_checkpoint_pool
-
-    monkeypatch.setattr(mamba_checkpoint_pool, "maybe_init_int8_mamba_checkpoint_pool", lambda **_: None)
+def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, drafts: int) -> None:
     launched = configurator(flashshape(), 2, max_snapshots=4, drafts=drafts)
     tokens_of(launched, MEMORY)
     schedule = runtime_context.get_schedule()

@@ -335,12 +335,15 @@ class Sharing(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         request = self.drawn(data)
-        if self.manager.blocks_of(request.slot):
-            with pytest.raises(RuntimeError, match="leak"):
+        if blocks := self.manager.blocks_of(request.slot):
+            said = rf"still owns {len(blocks)} blocks .*release_blocks\({request.slot}\) before .* leak"
+            with pytest.raises(RuntimeError, match=said):
                 self.manager.release_request(request.slot)
+            assert self.manager.blocks_of(request.slot) == blocks
         self.requests.remove(request)
         self.ended.append(request)
         request.finish(self.manager)
+        assert bool((self.manager.block_tables[request.slot] == -1).all())
         with pytest.raises(ValueError, match="holds no request"):
             self.manager.release_request(request.slot)
 

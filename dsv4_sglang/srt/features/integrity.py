@@ -267,13 +267,12 @@ class _Tree:
         of_blocks, of_snapshots = self.cache.full_kv_pool_host, self.cache.mamba_pool_host
         blocks = Pool("host block", range(of_blocks.page_num))
         snapshots = Pool("host snapshot", range(of_snapshots.page_num))
-        for pool, rows in ((blocks, of_blocks), (snapshots, of_snapshots)):
-            pool.claim(FREE, "the free list", rows.free_rows())
-        self.claim(blocks, snapshots, "host_value")
         for pool, rows, indices in zip((blocks, snapshots), (of_blocks, of_snapshots), self._fetched()):
+            pool.claim(FREE, "the free list", rows.free_rows())
             under_way = [i for part in indices if part is not None for i in rows.rows_of(part).tolist()]
             # A fetch may have freed rows already that it does not need any more.
             pool.claim(COPIES, "a transfer from the storage", sorted(set(under_way)))
+        self.claim(blocks, snapshots, "host_value")
         return [blocks, snapshots]
 
     def _fetched(self) -> tuple[list[Any], list[Any]]:
