@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,10 @@ def send(*requests: TokenizedGenerateReqInput) -> None:
         msgpack_decode(msgpack_encode(message))
 
 
+def sent(**fields: Any) -> None:
+    send(tokenized(**fields))
+
+
 def normalize(**fields: Any) -> GenerateReqInput:
     request = GenerateReqInput(**{"input_ids": [5], **fields})
     check_fields(SGLANGS_OWN, request)
@@ -101,43 +106,17 @@ def test_tokens_that_the_model_has_not(ids: list[int]) -> None:
         send(tokenized(), tokenized(input_ids=array("q", ids)))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"extra_key": ["a"]}, "extra_key is ['a']: Expected `str | null`, got `array`"),
-        (
-            {"return_logprob": True, "logprob_start_len": -5},
-            "logprob_start_len is -5; expected -1 to 1, the number of tokens of the prompt",
-        ),
-        (
-            {"return_logprob": True, "logprob_start_len": 2},
-            "logprob_start_len is 2; expected -1 to 1, the number of tokens of the prompt",
-        ),
-        (
-            {"top_logprobs_num": VOCABULARY + 1},
-            "top_logprobs_num is 385; expected 0 to 384, the number of tokens of the model",
-        ),
-    ],
-)
-def test_one_line(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        send(tokenized(**fields))
-    assert str(error.value) == message
-
-
 def test_labels_of_metrics() -> None:
-    for labels, valid in ((None, True), ({"tenant": "x"}, True), ({"tenants": "x"}, False)):
+    def check(labels: dict[str, str] | None) -> None:
         states = {"x": SimpleNamespace(obj=SimpleNamespace(custom_labels=labels))}
         metrics = SimpleNamespace(labels={"model_name": "m", "tenant": ""})
-        manager = SimpleNamespace(
-            **{**vars(MANAGER), "enable_metrics": True}, metrics_collector=metrics, rid_to_state=states
-        )
-        with (
-            nullcontext()
-            if valid
-            else pytest.raises(ValueError, match=r"^a name in custom_labels is 'tenants'; expected ")
-        ):
-            check_message(lambda manager, obj: None, manager, tokenized())
+        known = {**vars(MANAGER), "enable_metrics": True, "metrics_collector": metrics, "rid_to_state": states}
+        check_message(lambda manager, obj: None, SimpleNamespace(**known), tokenized())
+
+    check(None)
+    check({"tenant": "x"})
+    with pytest.raises(ValueError, match=r"^a name in custom_labels is 'tenants'; expected "):
+        check({"tenants": "x"})
 
 
 def test_bounds_are_served() -> None:
@@ -148,25 +127,44 @@ def test_bounds_are_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("check", "fields", "message"),
     [
-        ({"sampling_params": {"n": MAX_ANSWERS + 1}}, "n is 1025; expected 1 to 1024"),
-        ({"sampling_params": {"n": 0}}, "n is 0; expected 1 to 1024"),
-        ({"sampling_params": {"top_k": 1.5}}, "top_k is 1.5: Expected `int`, got `float`"),
+        (sent, {"extra_key": ["a"]}, "extra_key is ['a']: Expected `str | null`, got `array`"),
         (
+            sent,
+            {"return_logprob": True, "logprob_start_len": -5},
+            "logprob_start_len is -5; expected -1 to 1, the number of tokens of the prompt",
+        ),
+        (
+            sent,
+            {"return_logprob": True, "logprob_start_len": 2},
+            "logprob_start_len is 2; expected -1 to 1, the number of tokens of the prompt",
+        ),
+        (
+            sent,
+            {"top_logprobs_num": VOCABULARY + 1},
+            "top_logprobs_num is 385; expected 0 to 384, the number of tokens of the model",
+        ),
+        # Before SGLang looks at the request.
+        (normalize, {"sampling_params": {"n": MAX_ANSWERS + 1}}, "n is 1025; expected 1 to 1024"),
+        (normalize, {"sampling_params": {"n": 0}}, "n is 0; expected 1 to 1024"),
+        (normalize, {"sampling_params": {"top_k": 1.5}}, "top_k is 1.5: Expected `int`, got `float`"),
+        (
+            normalize,
             {"sampling_params": {"stop_regex": "("}},
             "stop_regex is '(': missing ), unterminated subpattern at position 0",
         ),
-        ({"sampling_params": [{}]}, "sampling_params is [{}]; expected an object for one prompt"),
-        ({"rid": ["a"]}, "rid is ['a']; expected a string for one prompt"),
-        ({"text": "a"}, "text and input_ids are both given; expected one of them"),
+        (normalize, {"sampling_params": [{}]}, "sampling_params is [{}]; expected an object for one prompt"),
+        (normalize, {"rid": ["a"]}, "rid is ['a']; expected a string for one prompt"),
+        (normalize, {"text": "a"}, "text and input_ids are both given; expected one of them"),
         (
+            normalize,
             {"input_ids": [[5], [6]], "return_logprob": [True]},
             "return_logprob is [True]; expected one item for each of 2 prompts",
         ),
     ],
 )
-def test_one_line_before_sglang_looks(fields: dict[str, Any], message: str) -> None:
+def test_one_line(check: Callable[..., object], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        normalize(**fields)
+        check(**fields)
     assert str(error.value) == message
