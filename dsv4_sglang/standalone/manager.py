@@ -225,14 +225,11 @@ class KVCacheManager:
         new = self._admit()
         own = self._own(new, shared, len(copied))
         self.state.copy_slot(slot, new)
-        self._copy_blocks(copied, own)
+        if copied:
+            views = [view[None] for pool in self._paged for view in pool.block_views()]
+            torch.ops.dsv4_sglang.copy_state(self._ids(*copied), self._ids(*own), views)
         self._lengths.set(new, first, length)
         return new
-
-    def _copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        if sources:
-            views = [view[None] for pool in self._paged for view in pool.block_views()]
-            torch.ops.dsv4_sglang.copy_state(self._ids(*sources), self._ids(*targets), views)
 
     def take_snapshot(self, slot: int, length: int | None = None) -> Snapshot:
         """Keep the first `length` tokens of the request in `slot`, by default all, for requests with the same prefix.
