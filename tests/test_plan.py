@@ -223,7 +223,11 @@ EAGLE_REAL_WIDTHS = choice(HALF, experts=Format.FP8, mem_fraction=0.75, draft_to
     ],
 )
 def test_tokens_of_a_server(given: Choice, tokens: int, within: float) -> None:
-    assert plan(given).tokens == pytest.approx(tokens, rel=within)
+    """docs/guides/planning.md lists the launches with the real widths."""
+    made = plan(given).tokens
+    assert made == pytest.approx(tokens, rel=within)
+    row = f" | {tokens:,} | {made:,} | {100 * (made / tokens - 1):+.1f} % |"
+    assert (row in PLANNING) == (given is not EAGLE)
 
 
 def test_memory_for_the_cache_on_one_gpu() -> None:
@@ -335,14 +339,7 @@ def test_splits_on_the_page(arguments: str, here: str, in_0_5_17: str, in_0_5_23
     assert f"own cache with the same flags: {in_tree} tokens;" in lines[2]
 
 
-def test_distances_on_the_page() -> None:
-    for measured, made in (
-        (11_287_808, plan(ALL_EXPERTS)),
-        (12_244_608, plan(HALF_OF_THEM)),
-        (7_898_496, plan(EAGLE_REAL_WIDTHS)),
-    ):
-        row = f" | {measured:,} | {made.tokens:,} | {100 * (made.tokens / measured - 1):+.1f} % |"
-        assert row in PLANNING
+def test_weights_of_pro_on_the_page() -> None:
     loaded = count_weights(PRO, Split(4), Format.FP4).bytes + BESIDE_WEIGHTS
     assert f"{loaded / GIB:.0f} GiB of each" in RECIPES
 
