@@ -48,6 +48,7 @@ from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
 from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.launch_command import flag_value
 from dsv4_sglang.srt.memory import sizing
 
 FLASH = DSV4Config.flash()
@@ -347,17 +348,18 @@ def serve_arguments(*given: str) -> argparse.Namespace:
 
 
 def test_flags_of_the_served_configurations() -> None:
-    def value(flags: list[str], name: str) -> str:
-        return flags[flags.index(name) + 1]
-
     small = serve_arguments()
     assert (small.memory, small.start_timeout, small.measure) == (0.6, 240, "decode,ttft,fit")
     assert "--tp-size" not in serve_plan.flags(small, 0.6) and "--dp-size" not in serve_plan.flags(small, 0.6)
     real = serve_arguments("--model", "v4flash", "--tp", "4", "--dp", "2", "--mem-fraction-static", "0.8")
     assert (real.memory, real.start_timeout, real.measure) == (0.8, 420, "decode,ttft")
     flags = serve_plan.flags(real, real.memory)
-    assert value(flags, "--tp-size") == "4" and value(flags, "--dp-size") == "2" and "--enable-dp-attention" in flags
-    assert value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
+    assert (
+        flag_value(flags, "--tp-size") == "4"
+        and flag_value(flags, "--dp-size") == "2"
+        and "--enable-dp-attention" in flags
+    )
+    assert flag_value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
     graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
     assert (graphs[0], graphs[-1]) == ("1", "128")  # for one rank
     assert serve_plan.plan(serve_arguments("--model", "v4flash", "--decode", "64,256")).decode == {64: 160, 256: 160}
@@ -386,28 +388,25 @@ def test_what_does_not_fit_together_is_rejected(given: str, said: str, capsys: p
     assert said in capsys.readouterr().err
 
 
-def disaggregation_arguments(out: Path) -> argparse.Namespace:
-    return argparse.Namespace(dry_run=False, out=out, streams=32, rate=4, flags="--log-level info")
-
-
 def test_the_servers_of_a_pair(tmp_path: Path) -> None:
     """The servers of a pair use the same bootstrap port and one GPU each.
 
     The single server with two ranks uses both GPUs.
     """
 
-    def value(server: servers.Server, flag: str) -> str:
-        return server.argv[server.argv.index(flag) + 1]
-
-    bench = disaggregation.Bench(disaggregation_arguments(tmp_path))
+    given = argparse.Namespace(dry_run=False, out=tmp_path, streams=32, rate=4, flags="--log-level info")
+    bench = disaggregation.Bench(given)
     pair, one = bench.side("apart", 8998), bench.side("dp", 8998)
     assert pair.prefill and not one.prefill
     for flag in ("--disaggregation-bootstrap-port", "--disaggregation-transfer-backend", "--max-running-requests"):
-        assert value(pair.server, flag) == value(pair.prefill, flag)
-    assert value(pair.server, "--disaggregation-bootstrap-port") == "8998" and pair.bootstrap == 8998
-    assert [value(server, "--disaggregation-mode") for server in (pair.prefill, pair.server)] == ["prefill", "decode"]
-    assert value(pair.server, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
-    assert value(one.server, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
+        assert flag_value(pair.server.argv, flag) == flag_value(pair.prefill.argv, flag)
+    assert flag_value(pair.server.argv, "--disaggregation-bootstrap-port") == "8998" and pair.bootstrap == 8998
+    assert [flag_value(server.argv, "--disaggregation-mode") for server in (pair.prefill, pair.server)] == [
+        "prefill",
+        "decode",
+    ]
+    assert flag_value(pair.server.argv, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
+    assert flag_value(one.server.argv, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
 
 
 def test_times_between_tokens() -> None:

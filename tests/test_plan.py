@@ -24,7 +24,7 @@ from dsv4_sglang.cli.plan import holds
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.planner import ask_sglang, stored_weights
 from dsv4_sglang.planner.choice import Choice
-from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS, Gpu
+from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.neighbours import others
 from dsv4_sglang.planner.plan import plan
@@ -700,11 +700,6 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bad_input(arguments: str, complaint: str, configs: Path) -> None:
     said = rejected(*(str(configs / word) if word in CONFIGS else word for word in arguments.split()))
     assert re.search(complaint, said), said
-
-
-def test_another_gpu_by_its_memory() -> None:
-    same = plan(replace(choice(), gpu=Gpu("x", GPUS["h200"].memory, "")))
-    assert same.tokens == plan(choice()).tokens
 
 
 def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
