@@ -354,11 +354,8 @@ def test_flags_of_the_served_configurations() -> None:
     real = serve_arguments("--model", "v4flash", "--tp", "4", "--dp", "2", "--mem-fraction-static", "0.8")
     assert (real.memory, real.start_timeout, real.measure) == (0.8, 420, "decode,ttft")
     flags = serve_plan.flags(real, real.memory)
-    assert (
-        flag_value(flags, "--tp-size") == "4"
-        and flag_value(flags, "--dp-size") == "2"
-        and "--enable-dp-attention" in flags
-    )
+    assert (flag_value(flags, "--tp-size"), flag_value(flags, "--dp-size")) == ("4", "2")
+    assert "--enable-dp-attention" in flags
     assert flag_value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
     graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
     assert (graphs[0], graphs[-1]) == ("1", "128")  # for one rank
@@ -401,10 +398,8 @@ def test_the_servers_of_a_pair(tmp_path: Path) -> None:
     for flag in ("--disaggregation-bootstrap-port", "--disaggregation-transfer-backend", "--max-running-requests"):
         assert flag_value(pair.server.argv, flag) == flag_value(pair.prefill.argv, flag)
     assert flag_value(pair.server.argv, "--disaggregation-bootstrap-port") == "8998" and pair.bootstrap == 8998
-    assert [flag_value(server.argv, "--disaggregation-mode") for server in (pair.prefill, pair.server)] == [
-        "prefill",
-        "decode",
-    ]
+    assert flag_value(pair.prefill.argv, "--disaggregation-mode") == "prefill"
+    assert flag_value(pair.server.argv, "--disaggregation-mode") == "decode"
     assert flag_value(pair.server.argv, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
     assert flag_value(one.server.argv, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
 
@@ -561,7 +556,7 @@ def event(category: str, name: str, begin: float, us: float, **args: object) -> 
     return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": us, "args": args}
 
 
-def decode_trace(steps: int = 4, product_us: float = 40.0, launches: bool = True) -> list[dict]:
+def decode_trace(launches: bool = True) -> list[dict]:
     """Return a trace as torch's profiler writes it.
 
     Each step takes 200 us (the third 300 us) and is one graph of three kernels, one of them on a second stream parallel
@@ -572,13 +567,13 @@ def decode_trace(steps: int = 4, product_us: float = 40.0, launches: bool = True
     events = [event("cuda_runtime", "cudaGraphLaunch", 1, 2, correlation=5)] if launches else []
     events.append(event("kernel", "small", 10, 5, stream=7, correlation=5, **graph, **{"graph node id": 77}))
     begin = 1000.0
-    for i in range(steps):
+    for i in range(4):
         ids = {"correlation": 100 + i} if launches else {"correlation": 100}
         if launches:
             events.append(event("cuda_runtime", "cudaGraphLaunch", begin - 20, 2, **ids))
         node = iter(range(1, 9))
         for name, at, us, stream in (
-            ("void ns::product<256, float>(float*)", 0, product_us, 7),
+            ("void ns::product<256, float>(float*)", 0, 40, 7),
             ("void ns::side<4>(int)", 10, 20, 8),
             ("Memcpy DtoD (Device -> Device)", 60, 10, 7),
         ):
