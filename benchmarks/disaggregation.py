@@ -39,13 +39,14 @@ from typing import Any
 from benchmarks import ports, report, servers
 from benchmarks.environment import ROOT
 from benchmarks.servers import Server
+from dsv4_sglang.cli.client import samples
 
 SIDES: dict[str, tuple[str, ...]] = {
     "apart": (),
     "tp": ("--tp-size", "2"),
     "dp": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
 }
-TRANSFERS = re.compile(r"^sglang:kv_transfer_(latency_ms|total_mb)_(sum|count)\{.*\} (\S+)$", re.MULTILINE)
+TRANSFERS = "sglang:kv_transfer_"
 TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
@@ -140,8 +141,8 @@ class Side:
         """Return sums and counts of SGLang's transfer histograms since the start of the prefill server."""
         if self.prefill is None:
             return {}
-        found = TRANSFERS.findall(self.prefill.request("/metrics", timeout=30))
-        return {f"{name}_{what}": float(value) for name, what, value in found}
+        found = samples(self.prefill.request("/metrics", timeout=30), TRANSFERS)
+        return {sample.name.removeprefix(TRANSFERS): sample.value for sample in found if "le" not in sample.labels}
 
 
 def gaps(came: Sequence[Sequence[tuple[float, int]]], start: float, end: float) -> list[float]:

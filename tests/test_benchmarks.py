@@ -48,6 +48,7 @@ from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
 from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.launch_command import flag_value
 from dsv4_sglang.srt.memory import sizing
 
 FLASH = DSV4Config.flash()
@@ -265,8 +266,6 @@ def test_no_folder_is_left_behind(tmp_path: Path) -> None:
     program = "from benchmarks import report; print(report.scratch_folder('model'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "model_" in done.stdout and not Path(done.stdout.strip()).exists()
-    programs = Path(report.__file__).parent.glob("*.py")
-    assert not [program.name for program in programs if "mkdtemp" in program.read_text()], "use report.scratch_folder"
 
 
 # Servers
@@ -349,17 +348,15 @@ def serve_arguments(*given: str) -> argparse.Namespace:
 
 
 def test_flags_of_the_served_configurations() -> None:
-    def value(flags: list[str], name: str) -> str:
-        return flags[flags.index(name) + 1]
-
     small = serve_arguments()
     assert (small.memory, small.start_timeout, small.measure) == (0.6, 240, "decode,ttft,fit")
     assert "--tp-size" not in serve_plan.flags(small, 0.6) and "--dp-size" not in serve_plan.flags(small, 0.6)
     real = serve_arguments("--model", "v4flash", "--tp", "4", "--dp", "2", "--mem-fraction-static", "0.8")
     assert (real.memory, real.start_timeout, real.measure) == (0.8, 420, "decode,ttft")
     flags = serve_plan.flags(real, real.memory)
-    assert value(flags, "--tp-size") == "4" and value(flags, "--dp-size") == "2" and "--enable-dp-attention" in flags
-    assert value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
+    assert (flag_value(flags, "--tp-size"), flag_value(flags, "--dp-size")) == ("4", "2")
+    assert "--enable-dp-attention" in flags
+    assert flag_value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
     graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
     assert (graphs[0], graphs[-1]) == ("1", "128")  # for one rank
     assert serve_plan.plan(serve_arguments("--model", "v4flash", "--decode", "64,256")).decode == {64: 160, 256: 160}
@@ -388,28 +385,23 @@ def test_what_does_not_fit_together_is_rejected(given: str, said: str, capsys: p
     assert said in capsys.readouterr().err
 
 
-def disaggregation_arguments(out: Path) -> argparse.Namespace:
-    return argparse.Namespace(dry_run=False, out=out, streams=32, rate=4, flags="--log-level info")
-
-
 def test_the_servers_of_a_pair(tmp_path: Path) -> None:
     """The servers of a pair use the same bootstrap port and one GPU each.
 
     The single server with two ranks uses both GPUs.
     """
 
-    def value(server: servers.Server, flag: str) -> str:
-        return server.argv[server.argv.index(flag) + 1]
-
-    bench = disaggregation.Bench(disaggregation_arguments(tmp_path))
+    given = argparse.Namespace(dry_run=False, out=tmp_path, streams=32, rate=4, flags="--log-level info")
+    bench = disaggregation.Bench(given)
     pair, one = bench.side("apart", 8998), bench.side("dp", 8998)
     assert pair.prefill and not one.prefill
     for flag in ("--disaggregation-bootstrap-port", "--disaggregation-transfer-backend", "--max-running-requests"):
-        assert value(pair.server, flag) == value(pair.prefill, flag)
-    assert value(pair.server, "--disaggregation-bootstrap-port") == "8998" and pair.bootstrap == 8998
-    assert [value(server, "--disaggregation-mode") for server in (pair.prefill, pair.server)] == ["prefill", "decode"]
-    assert value(pair.server, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
-    assert value(one.server, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
+        assert flag_value(pair.server.argv, flag) == flag_value(pair.prefill.argv, flag)
+    assert flag_value(pair.server.argv, "--disaggregation-bootstrap-port") == "8998" and pair.bootstrap == 8998
+    assert flag_value(pair.prefill.argv, "--disaggregation-mode") == "prefill"
+    assert flag_value(pair.server.argv, "--disaggregation-mode") == "decode"
+    assert flag_value(pair.server.argv, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
+    assert flag_value(one.server.argv, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
 
 
 def test_times_between_tokens() -> None:
@@ -420,24 +412,6 @@ def test_times_between_tokens() -> None:
     found = disaggregation.of_gaps([0.01] * 99 + [0.2], 10)
     assert found == {"tokens/s": 10, "ms between tokens": 10, "p99": 200, "longest": 200}
     assert disaggregation.of_gaps([0.01] * 199 + [0.2], 10)["p99"] == 10
-
-
-def test_transfers_in_sglangs_metrics() -> None:
-    labels = '{dp_rank="0",engine_type="prefill",model_name="x",tp_rank="0"}'
-    text = "\n".join(
-        f"sglang:kv_transfer_{name}{labels} {value}"
-        for name, value in (
-            ("latency_ms_sum", 12.5),
-            ("latency_ms_count", "2.0"),
-            ("total_mb_sum", 3),
-            ("speed_sum", 4),
-        )
-    )
-    assert disaggregation.TRANSFERS.findall(text) == [
-        ("latency_ms", "sum", "12.5"),
-        ("latency_ms", "count", "2.0"),
-        ("total_mb", "sum", "3"),
-    ]
 
 
 def test_sizes_of_both_servers_logs() -> None:
@@ -494,9 +468,12 @@ def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:
     assert retract.longest_pause([12.0, 12.8], 12.9, 13.0) is None
 
 
+# Scores tokens. Given a trace, also profiles: its decode line of two requests waits for /start_profile.
 FAKE = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import json, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+started = threading.Event()
 class Handler(BaseHTTPRequestHandler):
     def answer(self, body):
         data = json.dumps(body).encode()
@@ -506,13 +483,21 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"max_total_num_tokens": 1000})
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/flush_cache": return self.answer({})
+        if self.path == "/start_profile":
+            for rank in (0, 1):
+                path = Path(asked["output_dir"], f"1.5-TP-{rank}-DP-{rank}.trace.json.gz")
+                path.write_bytes(b"" if rank else Path(sys.argv[1]).read_bytes())
+            started.set()
+        if self.path != "/generate": return self.answer({})
+        if asked["input_ids"] == [[3], [4]]:
+            print("[2026-11-22 10:00:00] Decode batch, #running-req: 2, gen throughput (token/s): 1.00, ", flush=True)
+            started.wait(20)
         n = asked["sampling_params"]["max_new_tokens"]
         pairs = [[-0.5 - i, 10 + i, None] for i in range(n)]
         sent = [[None if i == 0 else -1.0, t, None] for i, t in enumerate(asked["input_ids"])]
         self.answer({"meta_info": {"output_token_logprobs": pairs, "input_token_logprobs": sent}})
     def log_message(self, *args): print("asked", flush=True)
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
 
@@ -571,7 +556,7 @@ def event(category: str, name: str, begin: float, us: float, **args: object) -> 
     return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": us, "args": args}
 
 
-def decode_trace(steps: int = 4, product_us: float = 40.0, launches: bool = True) -> list[dict]:
+def decode_trace(launches: bool = True) -> list[dict]:
     """Return a trace as torch's profiler writes it.
 
     Each step takes 200 us (the third 300 us) and is one graph of three kernels, one of them on a second stream parallel
@@ -582,13 +567,13 @@ def decode_trace(steps: int = 4, product_us: float = 40.0, launches: bool = True
     events = [event("cuda_runtime", "cudaGraphLaunch", 1, 2, correlation=5)] if launches else []
     events.append(event("kernel", "small", 10, 5, stream=7, correlation=5, **graph, **{"graph node id": 77}))
     begin = 1000.0
-    for i in range(steps):
+    for i in range(4):
         ids = {"correlation": 100 + i} if launches else {"correlation": 100}
         if launches:
             events.append(event("cuda_runtime", "cudaGraphLaunch", begin - 20, 2, **ids))
         node = iter(range(1, 9))
         for name, at, us, stream in (
-            ("void ns::product<256, float>(float*)", 0, product_us, 7),
+            ("void ns::product<256, float>(float*)", 0, 40, 7),
             ("void ns::side<4>(int)", 10, 20, 8),
             ("Memcpy DtoD (Device -> Device)", 60, 10, 7),
         ):
@@ -635,34 +620,9 @@ def test_a_prefill_is_all_kernels_before_the_first_decode_step(tmp_path: Path) -
     assert summary.kernels == {"k": [2, 50]}  # the second was launched before the interval and runs beyond it
 
 
-PROFILED = """
-import gzip, json, sys, threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-started, trace = threading.Event(), Path(sys.argv[1]).read_bytes()
-class Handler(BaseHTTPRequestHandler):
-    def answer(self):
-        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
-    do_GET = answer
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/start_profile":
-            for rank in (0, 1):
-                path = Path(asked["output_dir"], f"1.5-TP-{rank}-DP-{rank}.trace.json.gz")
-                path.write_bytes(b"" if rank else trace)
-            started.set()
-        elif self.path == "/generate" and len(asked["input_ids"]) == 2:
-            print("[2026-11-22 10:00:00] Decode batch, #running-req: 2, gen throughput (token/s): 1.00, ", flush=True)
-            started.wait(20)
-        self.answer()
-    def log_message(self, *args): pass
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
-
-
 def test_a_profile_waits_for_all_requests_and_reads_the_first_ranks_trace(tmp_path: Path) -> None:
     trace = written(tmp_path / "t.json.gz", decode_trace())
-    server = servers.Server("fake", [sys.executable, "-c", PROFILED, str(trace)], {}, tmp_path / "fake.log")
+    server = servers.Server("fake", [sys.executable, "-c", FAKE, str(trace)], {}, tmp_path / "fake.log")
     with servers.running(server, LONG):
         kept = tmp_path / "kept" / "a.trace.json.gz"
         assert take_profile.decode(server, [[3], [4]], 100, kept).steps == 3

@@ -5,8 +5,9 @@ import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from benchmarks.reference.oracle import Oracle, Score
+from benchmarks.reference.quantise import bf16_entries, mxfp4_keys
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys
-from dsv4_sglang.testing.quantise import bf16_entries, fp8_entries, mxfp4_keys
+from dsv4_sglang.testing.quantise import fp8_entries
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 LENGTH = 260

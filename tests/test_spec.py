@@ -6,9 +6,9 @@ import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention, relative
 
+from benchmarks.reference.quantise import round_e2m1
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.ops.rope import rope_table, rotate
-from dsv4_sglang.testing.quantise import round_e2m1
 
 
 @pytest.fixture(autouse=True)

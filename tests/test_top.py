@@ -47,14 +47,15 @@ def test_one_line_says_why_nothing_is_shown(status: int, page: str, words: str) 
         assert_fails_with_one_line(url, words)
 
 
-def test_one_line_says_that_there_is_no_server() -> None:
+@pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)
+def test_one_line_says_that_there_is_no_server(command: tuple[str, ...]) -> None:
     with answering(200, "") as url:
         pass
-    assert_fails_with_one_line(url, "no server answers at")
-    assert_fails_with_one_line("nonsense", "is not the address of a server")
+    assert_fails_with_one_line(url, f"no server answers at {url}", *command)
+    assert_fails_with_one_line("nonsense", "'nonsense' is not the address of a server", *command)
 
 
-def assert_fails_with_one_line(url: str, words: str) -> None:
-    shown = CliRunner().invoke(app, ["top", url, "--once"])
+def assert_fails_with_one_line(url: str, words: str, *command: str) -> None:
+    shown = CliRunner().invoke(app, [*(command or ("top", "--once")), url])
     assert shown.exit_code == 1 and not shown.stdout
     assert words in shown.stderr and len(shown.stderr.splitlines()) == 1, shown.stderr

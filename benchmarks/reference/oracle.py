@@ -16,7 +16,8 @@ from transformers import AttentionInterface, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from dsv4_sglang.testing.quantise import bf16_entries, fp8_entries, mxfp4_keys
+from benchmarks.reference.quantise import bf16_entries, mxfp4_keys
+from dsv4_sglang.testing.quantise import fp8_entries
 
 KVFormat = Literal["fp32", "bf16", "fp8"]
 KeyFormat = Literal["fp32", "mxfp4"]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.reference.oracle import Score, score_of
+from benchmarks.reference.quantise import mxfp4, v41_entries, v41_keys, v41_rows
 from dsv4_sglang.testing.formula import rope
-from dsv4_sglang.testing.quantise import mxfp4, v41_entries, v41_keys, v41_rows
 
 WINDOW = 128
 

@@ -123,6 +123,14 @@ def plugin(gpu: bool) -> Iterator[Finding]:
         yield Finding("plugin", target)
 
 
+def _differences(what: str, different: list[str], none: str) -> Iterator[Finding]:
+    """Yield a failure for each difference between SGLang and this package's expectations, or the finding `none`."""
+    for line in different:
+        yield Finding(what, line, "fail")
+    if not different:
+        yield Finding(f"{what}s", none)
+
+
 def hooks(gpu: bool) -> Iterator[Finding]:
     """Check that the functions of SGLang that this package replaces exist with the expected parameters."""
     from dsv4_sglang.srt.integration import sglang_contract
@@ -131,22 +139,16 @@ def hooks(gpu: bool) -> Iterator[Finding]:
     from dsv4_sglang.srt.integration.server_context import ServerContext
 
     wanted = hooks_of(ServerContext(Options()), on_cpu=not gpu)
-    different = sglang_contract.hook_differences(wanted)
-    for line in different:
-        yield Finding("hook", line, "fail")
-    if not different:
-        yield Finding("hooks", f"all {len(wanted)} targets exist with the expected parameters")
+    right = f"all {len(wanted)} targets exist with the expected parameters"
+    yield from _differences("hook", sglang_contract.hook_differences(wanted), right)
 
 
 def flags(gpu: bool) -> Iterator[Finding]:
     """Check that the flags of SGLang that this package reads exist."""
     from dsv4_sglang.srt.integration import compat, sglang_contract
 
-    different = sglang_contract.flag_differences()
-    for line in different:
-        yield Finding("flag", line, "fail")
-    if not different:
-        yield Finding("flags", f"all flags that are read exist, among {len(compat.flag_defaults())} of SGLang")
+    right = f"all flags that are read exist, among {len(compat.flag_defaults())} of SGLang"
+    yield from _differences("flag", sglang_contract.flag_differences(), right)
 
 
 def server_classes(gpu: bool) -> Iterator[Finding]:
@@ -156,11 +158,8 @@ def server_classes(gpu: bool) -> Iterator[Finding]:
     for module in ("dsv4_sglang.srt.attention.backend", "dsv4_sglang.srt.models.deepseek_v4"):
         importlib.import_module(module)
         yield Finding("import", module)
-    different = sglang_contract.override_differences()
-    for line in different:
-        yield Finding("override", line, "fail")
-    if not different:
-        yield Finding("overrides", f"all {len(compat.OVERRIDES)} private methods of SGLang are as expected")
+    right = f"all {len(compat.OVERRIDES)} private methods of SGLang are as expected"
+    yield from _differences("override", sglang_contract.override_differences(), right)
 
 
 def self_test(gpu: bool) -> Iterator[Finding]:

@@ -1,114 +1,33 @@
-"""Fake quantisation of KV entries and index keys, from the formulas only (SPEC 2.4, 2.5, 6.3, 11.4).
+"""Fake quantisation of KV entries, from the formulas only (SPEC 2.4, 6.3).
 
 Deliberately independent of the ops: they are tested against an oracle that uses these functions.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 ROPE_DIM = 64
 E4M3_MAX = 448.0
-E2M1_MAX = 6.0
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Range of powers of two that the e4m3 scale bytes of the key container represent.
-KEY_SCALE_MIN, KEY_SCALE_MAX = 2.0**-9, 2.0**8
 
 
-def _power_of_two_at_least(x: torch.Tensor) -> torch.Tensor:
+def power_of_two_at_least(x: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two >= x, elementwise. x > 0, fp32, normal. Exact, because it uses the exponent."""
     mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
 
 
+def round_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Round fp32 [..., n] to e4m3 with one power-of-two scale >= amax/448 (amax at least 1e-4) per n elements."""
+    amax = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
+    scale = power_of_two_at_least(amax * (1.0 / E4M3_MAX))
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
 def fp8_entries(rows: torch.Tensor) -> torch.Tensor:
     """Round fp32 [..., 512] to the values of a 584-byte entry. Returns fp32.
 
-    The entry is rounded to bf16. Its first 448 dims become e4m3 with one power-of-two scale >= amax/448 (amax at least
-    1e-4); the RoPE dims stay bf16.
+    The entry is rounded to bf16. Its first 448 dims become e4m3 with one scale; the RoPE dims stay bf16.
     """
     rows = rows.bfloat16().float()
-    plain, rope = rows[..., :-ROPE_DIM], rows[..., -ROPE_DIM:]
-    amax = plain.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
-    scale = _power_of_two_at_least(amax * (1.0 / E4M3_MAX))
-    stored = (plain / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return torch.cat([(stored * scale).bfloat16().float(), rope], dim=-1)
-
-
-def bf16_entries(rows: torch.Tensor) -> torch.Tensor:
-    """Round fp32 [..., 512] to bf16. Returns fp32."""
-    return rows.bfloat16().float()
-
-
-def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Multiply [..., n] by the orthonormal Sylvester matrix of size n, a power of two."""
-    n = x.shape[-1]
-    for stride in (2**i for i in range(n.bit_length() - 1)):
-        pairs = x.unflatten(-1, (n // (2 * stride), 2, stride))
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        x = torch.stack([low + high, low - high], dim=-2).flatten(-3)
-    return x / math.sqrt(n)
-
-
-def round_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Round fp32 in [-6, 6] to the nearest e2m1 value, ties to the even code."""
-    values = torch.tensor(E2M1_VALUES, device=x.device)
-    middles = (values[1:] + values[:-1]) / 2
-    code = torch.bucketize(x.abs(), middles)  # a tie goes to the lower code ...
-    tie = (x.abs() == middles[code.clamp(max=len(middles) - 1)]) & (code < len(middles))
-    code = code + (tie & (code % 2 == 1)).to(code.dtype)  # ... unless the lower code is odd
-    return values[code].copysign(x)
-
-
-def mxfp4_keys(keys: torch.Tensor) -> torch.Tensor:
-    """Apply the Hadamard transform to keys [..., 128] after RoPE and round them to MXFP4. Returns fp32. For index
-    queries too.
-    """
-    return _stored_mxfp4(hadamard(keys.bfloat16().float()))
-
-
-def v41_keys(keys: torch.Tensor) -> torch.Tensor:
-    """Round V4.1's keys to MXFP4, without the transform. Its index queries are not stored: bf16, then `mxfp4`."""
-    return _stored_mxfp4(keys)
-
-
-def _stored_mxfp4(keys: torch.Tensor) -> torch.Tensor:
-    return mxfp4(keys.bfloat16().float(), KEY_SCALE_MIN, KEY_SCALE_MAX)
-
-
-def mxfp4(x: torch.Tensor, least: float = 2.0**-126, most: float = 2.0**127) -> torch.Tensor:
-    """Round to e2m1 with a power-of-two scale per 32 elements.
-
-    Args:
-        x: fp32 [..., n].
-        least: smallest scale.
-        most: largest scale.
-    """
-    blocks = x.unflatten(-1, (-1, 32))
-    amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=E2M1_MAX * 2.0**-126)
-    scale = _power_of_two_at_least(amax / E2M1_MAX).clamp(least, most)
-    return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2)
-
-
-def v41_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Round fp32 [..., 512] to the values of a window entry of V4.1. Returns fp32.
-
-    Rounded to bf16, then e4m3 with one power-of-two scale >= amax/448 (amax at least 1e-4) per 32 dims.
-    """
-    blocks = rows.bfloat16().float().unflatten(-1, (-1, 32))
-    scale = _power_of_two_at_least(blocks.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4) * (1.0 / E4M3_MAX))
-    stored = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return (stored * scale).flatten(-2)
-
-
-def v41_entries(rows: torch.Tensor) -> torch.Tensor:
-    """Round fp32 [..., 512] to the values of a compressed entry of V4.1. Returns fp32.
-
-    Rounded to bf16, then e2m1 with an e4m3 scale amax/6 (at least 2^-9) per 16 dims.
-    """
-    blocks = rows.bfloat16().float().unflatten(-1, (-1, 16))
-    scale = (blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX).clamp(2.0**-9, E4M3_MAX)
-    scale = scale.to(torch.float8_e4m3fn).float()
-    return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2)
+    return torch.cat([round_e4m3(rows[..., :-ROPE_DIM]), rows[..., -ROPE_DIM:]], dim=-1)

@@ -36,8 +36,8 @@ from dsv4_sglang.testing.tokenizer import printable_ids, write_tokenizer
 
 HEAD_DIM, ROPE_DIM = 512, 64
 INDEX_HEADS, INDEX_DIM = 64, 128
-O_GROUPS = 8
-EXPERTS, EXPERTS_PER_TOKEN = 16, 6
+Q_LORA, O_LORA, O_GROUPS = 64, 32, 8
+EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH = 16, 6, 64
 HC_MULT = 4
 DEFAULT_RATIOS = (0, 4, 128, 4, 128, 4)
 
@@ -81,18 +81,6 @@ class TinySizes:
             raise ValueError(f"heads {self.heads}: must be a multiple of {O_GROUPS}, the output projection's groups")
         if self.index_topk < 1:
             raise ValueError(f"index_topk {self.index_topk}: must be positive")
-
-    @property
-    def q_lora(self) -> int:
-        return 64
-
-    @property
-    def o_lora(self) -> int:
-        return 32
-
-    @property
-    def expert_width(self) -> int:
-        return 64
 
 
 @dataclass(frozen=True)
@@ -139,8 +127,8 @@ def common_config(spec: TinySizes) -> dict[str, Any]:
         "num_key_value_heads": 1,
         "head_dim": HEAD_DIM,
         "qk_rope_head_dim": ROPE_DIM,
-        "q_lora_rank": spec.q_lora,
-        "o_lora_rank": spec.o_lora,
+        "q_lora_rank": Q_LORA,
+        "o_lora_rank": O_LORA,
         "o_groups": O_GROUPS,
         "sliding_window": 128,
         "index_head_dim": INDEX_DIM,
@@ -158,7 +146,7 @@ def common_config(spec: TinySizes) -> dict[str, Any]:
         "n_routed_experts": EXPERTS,
         "n_shared_experts": 1,
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": spec.expert_width,
+        "moe_intermediate_size": EXPERT_WIDTH,
         "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
@@ -289,15 +277,15 @@ def attention_projections(draw: Draw, prefix: str, spec: TinySizes) -> dict[str,
     heads_per_group = spec.heads // O_GROUPS
     return {
         f"{prefix}.attn_sink": draw.normal(f"{prefix}.attn_sink", spec.heads, std=1.0).float(),
-        f"{prefix}.wq_a.weight": draw.linear(f"{prefix}.wq_a", spec.q_lora, spec.hidden),
-        f"{prefix}.q_norm.weight": draw.normal(f"{prefix}.q_norm", spec.q_lora, std=0.1, mean=1.0),
-        f"{prefix}.wq_b.weight": draw.linear(f"{prefix}.wq_b", spec.heads * HEAD_DIM, spec.q_lora),
+        f"{prefix}.wq_a.weight": draw.linear(f"{prefix}.wq_a", Q_LORA, spec.hidden),
+        f"{prefix}.q_norm.weight": draw.normal(f"{prefix}.q_norm", Q_LORA, std=0.1, mean=1.0),
+        f"{prefix}.wq_b.weight": draw.linear(f"{prefix}.wq_b", spec.heads * HEAD_DIM, Q_LORA),
         f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", HEAD_DIM, spec.hidden),
         f"{prefix}.kv_norm.weight": draw.normal(f"{prefix}.kv_norm", HEAD_DIM, std=0.1 * ROW_GAIN, mean=ROW_GAIN),
         f"{prefix}.wo_a.weight": draw.linear(
-            f"{prefix}.wo_a", O_GROUPS * spec.o_lora, heads_per_group * HEAD_DIM, gain=ATTENTION_GAIN
+            f"{prefix}.wo_a", O_GROUPS * O_LORA, heads_per_group * HEAD_DIM, gain=ATTENTION_GAIN
         ),
-        f"{prefix}.wo_b.weight": closed_to_classes(draw.linear(f"{prefix}.wo_b", spec.hidden, O_GROUPS * spec.o_lora)),
+        f"{prefix}.wo_b.weight": closed_to_classes(draw.linear(f"{prefix}.wo_b", spec.hidden, O_GROUPS * O_LORA)),
     }
 
 
@@ -309,7 +297,7 @@ def _attention(draw: Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str,
     if ratio == 4:
         index = f"{prefix}.indexer"
         tensors |= _compressor(draw, f"{index}.compressor", spec, ratio, INDEX_DIM, gain=1.0)
-        tensors[f"{index}.wq_b.weight"] = draw.linear(f"{index}.wq_b", INDEX_HEADS * INDEX_DIM, spec.q_lora)
+        tensors[f"{index}.wq_b.weight"] = draw.linear(f"{index}.wq_b", INDEX_HEADS * INDEX_DIM, Q_LORA)
         tensors[f"{index}.weights_proj.weight"] = draw.linear(f"{index}.weights_proj", INDEX_HEADS, spec.hidden)
     return tensors
 
@@ -329,11 +317,9 @@ def _router(draw: Draw, prefix: str, spec: TinySizes, hashed: bool) -> dict[str,
 
 def _mlp(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
     return {
-        f"{prefix}.w1.weight": draw.linear(f"{prefix}.w1", spec.expert_width, spec.hidden),
-        f"{prefix}.w3.weight": draw.linear(f"{prefix}.w3", spec.expert_width, spec.hidden),
-        f"{prefix}.w2.weight": closed_to_classes(
-            draw.linear(f"{prefix}.w2", spec.hidden, spec.expert_width, gain=MLP_GAIN)
-        ),
+        f"{prefix}.w1.weight": draw.linear(f"{prefix}.w1", EXPERT_WIDTH, spec.hidden),
+        f"{prefix}.w3.weight": draw.linear(f"{prefix}.w3", EXPERT_WIDTH, spec.hidden),
+        f"{prefix}.w2.weight": closed_to_classes(draw.linear(f"{prefix}.w2", spec.hidden, EXPERT_WIDTH, gain=MLP_GAIN)),
     }
 
 

@@ -21,6 +21,7 @@ import torch
 from dsv4_sglang.testing.tiny import (
     HEAD_DIM,
     INDEX_DIM,
+    Q_LORA,
     Draw,
     TinySizes,
     around_attention,
@@ -93,7 +94,7 @@ def _attention(draw: Draw, prefix: str, spec: TinyV41Spec, layer: int) -> dict[s
         tensors[f"{indexer}.wk.weight"] = draw.linear(f"{indexer}.wk", INDEX_DIM, HEAD_DIM)
         tensors[f"{indexer}.k_norm.weight"] = draw.normal(f"{indexer}.k_norm", INDEX_DIM, std=0.1, mean=1.0)
     if layer in INDEX_SOURCES:
-        tensors[f"{indexer}.wq_b.weight"] = draw.linear(f"{indexer}.wq_b", INDEX_HEADS * INDEX_DIM, spec.q_lora)
+        tensors[f"{indexer}.wq_b.weight"] = draw.linear(f"{indexer}.wq_b", INDEX_HEADS * INDEX_DIM, Q_LORA)
         tensors[f"{indexer}.weights_proj.weight"] = draw.linear(f"{indexer}.weights_proj", INDEX_HEADS, spec.hidden)
     tensors[f"{prefix}.wo_b.weight"] *= ATTENTION_SHARE
     return tensors
