@@ -20,7 +20,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count as counter
 from itertools import islice
 from pathlib import Path
@@ -93,18 +93,12 @@ class TraceConfig:
     midway: bool = False
 
 
-@dataclass
-class _Script:
-    """The turns of one conversation, in order."""
-
-    turns: list[Turn] = field(default_factory=list)
-
-
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
-def _script(config: TraceConfig, conversation: int) -> _Script:
+def _script(config: TraceConfig, conversation: int) -> list[Turn]:
+    """Return the turns of one conversation, in order."""
     rng = random.Random(config.seed * 1_000_003 + conversation)
     system = rng.randrange(len(config.systems))
     count = rng.randint(*config.turns)
@@ -112,27 +106,28 @@ def _script(config: TraceConfig, conversation: int) -> _Script:
     stop = rng.randint(1, count) if rng.random() < config.abandoned else count
     weights = [rng.lognormvariate(0.0, 1.2) for _ in range(count)]
     budget = (total - config.systems[system]) / sum(weights)
-    script, base, resume = _Script(), -1, []
+    turns: list[Turn] = []
+    base, resume = -1, []
     for number, weight in enumerate(weights[:stop]):
         size = max(16, int(budget * weight))
         generate = min(max(config.generate[0], int(size * rng.uniform(0.05, 0.4))), config.generate[1])
         append = max(8, size - generate)
-        cut = config.systems[system] if base < 0 else script.turns[base].end
+        cut = config.systems[system] if base < 0 else turns[base].end
         if base >= 0 and rng.random() < config.branching:
             kind = rng.random()
-            last = script.turns[base]
+            last = turns[base]
             if kind < config.branches[0]:  # rewrite the last message from a random token on
                 cut = last.cut + rng.randint(0, last.append)
             elif kind < config.branches[1]:  # a sub-agent: the main branch continues from this turn later
                 resume.append((number + rng.randint(2, 4), base))
             else:  # return to an earlier turn
                 base = rng.randrange(number)
-                cut = script.turns[base].end
-        script.turns.append(Turn(conversation, number, system, base, cut, append, generate))
+                cut = turns[base].end
+        turns.append(Turn(conversation, number, system, base, cut, append, generate))
         base = number
         if resume and resume[0][0] <= number:
             base = resume.pop(0)[1]
-    return script
+    return turns
 
 
 def _from(turns: list[Turn], first: int, config: TraceConfig) -> list[Turn]:
@@ -161,7 +156,7 @@ def timed(config: TraceConfig) -> Iterator[tuple[float, Turn]]:
     started = min(config.active, config.conversations)
     queue = [(rng.random(), c, 0) for c in range(started)]
     heapq.heapify(queue)
-    scripts = {c: _script(config, c).turns for c in range(started)}
+    scripts = {c: _script(config, c) for c in range(started)}
     if config.midway:
         scripts = {c: _from(turns, rng.randrange(len(turns)), config) for c, turns in scripts.items()}
         queue = [(when, c, scripts[c][0].number) for when, c, _ in queue]
@@ -174,7 +169,7 @@ def timed(config: TraceConfig) -> Iterator[tuple[float, Turn]]:
             continue
         del scripts[conversation]
         if started < config.conversations:
-            scripts[started] = _script(config, started).turns
+            scripts[started] = _script(config, started)
             heapq.heappush(queue, (now + rng.lognormvariate(0.0, 0.7), started, 0))
             started += 1
 
@@ -200,13 +195,8 @@ def rounds(conversations: int, tokens: int, count: int, append: int = 200, gener
         append: new prompt tokens of each later turn.
         generate: answer tokens of each turn.
     """
-    ends = [0] * conversations
-    for number in range(count):
-        for c in range(conversations):
-            cut, new = (0, tokens) if number == 0 else (ends[c], append)
-            turn = Turn(c, number, 0, number - 1, cut, new, generate)
-            ends[c] = turn.end
-            yield turn
+    for _, turns in growing([(conversations, count - 1)], tokens, append, generate, first=generate):
+        yield from turns
 
 
 def growing(

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import append, attend, index, move, oracle_distance
 from benchmarks.environment import ROOT
 from benchmarks.report import RESULTS
+from benchmarks.studies import pyplot
 
 COLOURS = {
     "ours": "#1f77b4",
@@ -178,12 +179,7 @@ def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
 
 def draw(results: Path, docs: Path) -> list[Path]:
     """Draw all available results and return the files written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
-    from matplotlib import pyplot
-
+    plt = pyplot()
     docs.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw_rows in DRAWN.items():
@@ -191,15 +187,14 @@ def draw(results: Path, docs: Path) -> list[Path]:
         if loaded is None:
             continue
         rows, environment = loaded
-        figure, axes = pyplot.subplots(1, PANELS.get(name, 1), figsize=(8, 4), layout="constrained")
+        figure, axes = plt.subplots(1, PANELS.get(name, 1), figsize=(8, 4), layout="constrained")
         draw_rows(axes, rows)
         gpu = environment["gpu"].get("name", "computed")
         release = environment.get("versions", {}).get("sglang")
         figure.supxlabel(f"{gpu}, SGLang {release}" if release else gpu, fontsize=7, color="#666666")
         written.append(docs / f"{name}.svg")
-        # Omit the date and random ids, so that equal results give identical files.
         figure.savefig(written[-1], metadata={"Date": None})
-        pyplot.close(figure)
+        plt.close(figure)
     return written
 
 

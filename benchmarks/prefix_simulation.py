@@ -6,19 +6,17 @@ python -m benchmarks.prefix_simulation --what loop   # one study
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
 from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree, TreeRegistry
+from benchmarks.studies import Row, Rows, run_studies
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 
@@ -201,66 +199,46 @@ def simulate(
     }
 
 
-Rows = list[dict[str, Any]]
-
-
-def study_memory(largest: int) -> Rows:
+def study_memory() -> Iterator[Row]:
     """Vary the memory in multiples of 0.1 GB per active conversation, about the size of its tokens."""
-    rows = []
     for active in (10, 100, 1000, 10_000):
-        if active > largest:
-            continue
         turns = list(trace(TraceConfig(conversations=max(active, min(6 * active, 1500)), active=active)))
         for factor in (0.125, 0.25, 0.5, 1.0, 2.0):
             for registry in (TreeRegistry, LeastRecentlyUsed):
-                rows.append({"active": active, **simulate(turns, factor * active / 10, registry=registry)})
-                print(rows[-1], flush=True)
-    return rows
+                yield {"active": active, **simulate(turns, factor * active / 10, registry=registry)}
 
 
-def study_interval(largest: int) -> Rows:
-    rows = []
+def study_interval() -> Iterator[Row]:
     for active in (100, 250):
         turns = list(trace(TraceConfig(conversations=3 * active, active=active)))
         for share in (0.04, 0.08, 0.15):
             for interval in (256, 512, 1024, 2048, 4096, 8192, 16384, 1 << 20):
-                rows.append({"active": active, **simulate(turns, 20.0, share, interval)})
-                print(rows[-1], flush=True)
-    return rows
+                yield {"active": active, **simulate(turns, 20.0, share, interval)}
 
 
-def study_share(largest: int) -> Rows:
+def study_share() -> Iterator[Row]:
     """Vary the share of snapshots. Long conversations need blocks, short ones snapshots."""
-    rows = []
     for tokens, active in (((2_000, 8_000), 800), ((2_000, 200_000), 250), ((50_000, 200_000), 80)):
         turns = list(trace(TraceConfig(conversations=2 * active, active=active, tokens=tokens)))
         for share in (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32):
-            rows.append({"active": active, "tokens": tokens, **simulate(turns, 20.0, share)})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"active": active, "tokens": tokens, **simulate(turns, 20.0, share)}
 
 
-def study_loop(largest: int) -> Rows:
+def study_loop() -> Iterator[Row]:
     """Visit conversations of 20,000 tokens in round-robin order, six times. About 250 of them fit."""
-    rows = []
     for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
         for registry in (TreeRegistry, LeastRecentlyUsed):
-            rows.append({"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, registry=registry)})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, registry=registry)}
 
 
-def study_loads(largest: int) -> Rows:
+def study_loads() -> Iterator[Row]:
     """Run the loads of `prefix_trace trace` in the memory that `--mem-fraction-static 0.055` leaves on an H200."""
-    rows = []
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
         expected = expected_blind(turns, LOAD_GIGABYTES, TraceConfig.systems)
         for registry in (TreeRegistry, LeastRecentlyUsed):
             row = simulate(turns, LOAD_GIGABYTES, registry=registry)
-            rows.append({"active": active, "visits": visits, **row, **expected})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"active": active, "visits": visits, **row, **expected}
 
 
 def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]) -> dict[str, float]:
@@ -294,7 +272,7 @@ def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]
     return {"systems": round(systems / total, 4), "blind": round(blind / total, 4)}
 
 
-STUDIES: dict[str, Callable[[int], Rows]] = {
+STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
     "loop": study_loop,
     "interval": study_interval,
     "share": study_share,
@@ -303,14 +281,8 @@ STUDIES: dict[str, Callable[[int], Rows]] = {
 }
 
 
-def plot(results: dict[str, Rows], to: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8))
+def plot(pyplot: Any, results: dict[str, Rows]) -> Any:
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
     for axis, (name, x, title, label) in zip(
         axes.flat,
         (
@@ -339,28 +311,8 @@ def plot(results: dict[str, Rows], to: Path) -> None:
         axis.set_ylim(0.75 if name in ("interval", "share") else 0, 1.01)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(to / "prefix_simulation.svg", metadata={"Date": None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to repeat (default: all)")
-    parser.add_argument("--largest", type=int, default=10_000, help="active conversations of the largest trace")
-    args = parser.parse_args()
-    root = Path(__file__).parent
-    file = root / "results" / "prefix_simulation.json"
-    results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}
-    for name in args.what or STUDIES:
-        if name != "plot":
-            results[name] = STUDIES[name](args.largest)
-            file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
-    plot(results, root.parent / "docs" / "benchmarks")
-
-
-def study_text(name: str, rows: Rows) -> str:
-    return f'"{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]"
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    run_studies("prefix_simulation", __doc__, STUDIES, plot)

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import servers
-from benchmarks.agent_trace import Turn, growing, load, rounds
+from benchmarks.agent_trace import Turn, growing, load
 from benchmarks.environment import ROOT, environment
 from benchmarks.replay import TIERS, Client, Replay, Served, compare_with_cold
 
@@ -104,10 +104,8 @@ def live_tokens(turns: Sequence[Turn], active: int) -> int:
 
 def run_rounds(replay: Replay, args: argparse.Namespace) -> Parts:
     """Visit every conversation in round-robin order, `--rounds` times. The first round fills the cache."""
-    turns = list(rounds(args.conversations, args.tokens, args.rounds, **NEW_TOKENS))
-    for number in range(args.rounds):
-        chosen = [turn for turn in turns if turn.number == number]
-        yield f"round {number + 1}", sum(turn.end for turn in chosen), summary(replay.run(chosen))
+    for number, turns in growing([(args.conversations, args.rounds - 1)], args.tokens, **NEW_TOKENS):
+        yield f"round {number + 1}", sum(turn.end for turn in turns), summary(replay.run(turns))
 
 
 def run_growing(replay: Replay, tokens: int, steps: Sequence[int]) -> Parts:

@@ -10,6 +10,7 @@ import time
 import urllib.parse
 from array import array
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -158,11 +159,9 @@ class Replay:
         waiting = list(turns)
         waiting.reverse()
         begun = len(self.served)
-        threads = [threading.Thread(target=self._work, args=(waiting,)) for _ in range(self.concurrency)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            for _ in range(self.concurrency):
+                pool.submit(self._work, waiting)
         if self._error is not None:
             raise self._error
         return self.served[begun:]
@@ -201,17 +200,8 @@ class Replay:
         with self._ready:
             if sampled:
                 self.samples.append(Sample(prompt, answer))
-            self.served.append(
-                Served(
-                    turn,
-                    len(prompt),
-                    answer.cached,
-                    answer.of_tiers,
-                    ideal,
-                    answer.first_token_s,
-                    answer.total_s,
-                )
-            )
+            times = answer.first_token_s, answer.total_s
+            self.served.append(Served(turn, len(prompt), answer.cached, answer.of_tiers, ideal, *times))
             self._left[turn.key] = prompt + array("i", answer.tokens)
             self._ready.notify_all()
 

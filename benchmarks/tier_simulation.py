@@ -16,31 +16,25 @@ The device holds 1.0 M tokens, the host 0, 2, 4 and 8 times as many bytes, in bl
 
 from __future__ import annotations
 
-import argparse
-import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.agent_trace import TraceConfig, Turn, growing, load, rounds
-from benchmarks.environment import ROOT
 from benchmarks.prefix_simulation import (
     BLOCK_BYTES,
     INTERVAL,
     SNAPSHOT_BYTES,
-    Rows,
     Running,
     Simulation,
     expected_blind,
     path_blocks,
-    study_text,
 )
 from benchmarks.prefix_trace import live_tokens
 from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree, TreeRegistry
-from benchmarks.report import RESULTS
+from benchmarks.studies import Row, Rows, run_studies
 from benchmarks.tier_tree import TieredTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.sizing import host_demand
@@ -304,55 +298,44 @@ def host_of(blocks: int, snapshots: int, ratio: float, share: float | None) -> t
     return demand.blocks, demand.snapshots
 
 
-def study_loop() -> Rows:
-    rows = []
+def study_loop() -> Iterator[Row]:
     for times in WORKING_SETS:
         count = max(1, round(times * DEVICE_TOKENS / CONVERSATION))
         for ratio in RATIOS:
-            rows.append({"working_set": times, "conversations": count})
-            rows[-1] |= simulate(loop(times), ratio)
-            print(rows[-1], flush=True)
-    return rows
+            yield {"working_set": times, "conversations": count, **simulate(loop(times), ratio)}
 
 
-def study_agents() -> Rows:
+def study_agents() -> Iterator[Row]:
     """Vary the working set. `blind` is the expected hit rate of a cache of the host's size (or of the device, without a
     host) that cannot know which conversation continues next."""
-    rows = []
     for times in WORKING_SETS:
         turns, active = agents(times)
         for ratio in RATIOS:
             gigabytes = max(1, ratio) * DEVICE_TOKENS / BLOCK * BLOCK_BYTES / 1e9
             blind = expected_blind(turns, gigabytes, TraceConfig.systems)
-            rows.append({"working_set": times, "active": active, **simulate(turns, ratio), **blind})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"working_set": times, "active": active, **simulate(turns, ratio), **blind}
 
 
 # (working set, ratio)
 LOADS = ((2.0, 2), (3.0, 2), (4.0, 4), (8.0, 8), (10.0, 4), (10.0, 8))
 
 
-def study_share() -> Rows:
+def study_share() -> Iterator[Row]:
     """Vary the share of snapshots on the host, five seeds each."""
-    rows = []
     for times, ratio in LOADS:
         loads = [agents(times, seed)[0] for seed in range(5)]
         for share in (1 / 12, 1 / 10, 1 / 9, 1 / 8):
-            rows.append({"working_set": times, "ratio": ratio, "share": round(share, 4)})
-            rows[-1] |= {"hit": [simulate(turns, ratio, share)["hit"] for turns in loads]}
-            rows[-1]["hit_loop"] = simulate(loop(times), ratio, share)["hit"]
-            print(rows[-1], flush=True)
-    return rows
+            hits = [simulate(turns, ratio, share)["hit"] for turns in (*loads, loop(times))]
+            row = {"working_set": times, "ratio": ratio, "share": round(share, 4)}
+            yield {**row, "hit": hits[:-1], "hit_loop": hits[-1]}
 
 
-def study_bound() -> Rows:
+def study_bound() -> Iterator[Row]:
     """Compare hosts, five seeds each.
 
     `copies` has blocks and snapshots in the device's proportion. `none` is as large as device and host together, as if
     the host had no copy of the device's contents.
     """
-    rows = []
     for times, ratio in LOADS:
         loads = [agents(times, seed)[0] for seed in range(5)]
         for host in ("as it is", "copies", "shared", "none", "shared, none", "shared, knows"):
@@ -361,29 +344,22 @@ def study_bound() -> Rows:
             options["host_share"] = None if host in ("as it is", "none") else SNAPSHOT_SHARE
             size = ratio + host.endswith("none")
             hits = [simulate(turns, size, **options, **({"ahead": turns} if knows else {}))["hit"] for turns in loads]
-            rows.append({"working_set": times, "ratio": ratio, "host": host, "hit": hits})
-            if not knows:
-                rows[-1]["hit_loop"] = simulate(loop(times), size, **options)["hit"]
-            print(rows[-1], flush=True)
-    return rows
+            of_loop = {} if knows else {"hit_loop": simulate(loop(times), size, **options)["hit"]}
+            yield {"working_set": times, "ratio": ratio, "host": host, "hit": hits, **of_loop}
 
 
 # (conversations, visits of each)
 GROWING = ((50, 3), (120, 6))
 
 
-def study_grow() -> Rows:
+def study_grow() -> Iterator[Row]:
     """Return one row per visit. Both tiers have 9,284 blocks together. 120 conversations take 9,850 blocks in their
     first visit and 10,930 in their last."""
-    simulation = TieredSimulation(1024, 12, 8260, 990)
-    rows = grow(simulation, GROWING, 10_000)
-    for row in rows:
-        print(row, flush=True)
-    return rows
+    return grow(TieredSimulation(1024, 12, 8260, 990), GROWING, 10_000)
 
 
-def grow(simulation: Simulation, stages: Iterable[tuple[int, int]], tokens: int) -> Rows:
-    """Return the hits of each visit as shares of the hits of an infinite cache.
+def grow(simulation: Simulation, stages: Iterable[tuple[int, int]], tokens: int) -> Iterator[Row]:
+    """Yield the hits of each visit as shares of the hits of an infinite cache.
 
     Args:
         simulation: simulation that serves the requests.
@@ -391,14 +367,12 @@ def grow(simulation: Simulation, stages: Iterable[tuple[int, int]], tokens: int)
         tokens: length of a conversation.
     """
     simulation.concurrency = 1
-    rows: Rows = []
     for number, turns in growing(stages, tokens):
         before = simulation.hit_tokens, simulation.ideal_tokens
         simulation.run(turns)
         if number:
             hit = (simulation.hit_tokens - before[0]) / (simulation.ideal_tokens - before[1])
-            rows.append({"conversations": len(turns), "visit": number, "hit": round(hit, 4)})
-    return rows
+            yield {"conversations": len(turns), "visit": number, "hit": round(hit, 4)}
 
 
 def loop(times: float) -> list[Turn]:
@@ -416,7 +390,7 @@ def agents(times: float, seed: int = 0) -> tuple[list[Turn], int]:
     return turns, active
 
 
-STUDIES: dict[str, Callable[[], Rows]] = {
+STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
     "loop": study_loop,
     "agents": study_agents,
     "share": study_share,
@@ -426,14 +400,8 @@ STUDIES: dict[str, Callable[[], Rows]] = {
 TITLES = {"loop": "Conversations of 20,000 tokens visited in turn", "agents": "Agent conversations"}
 
 
-def plot(results: dict[str, Rows], to: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+def plot(pyplot: Any, results: dict[str, Rows]) -> Any:
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
     for axis, (name, title) in zip(axes, TITLES.items()):
         for ratio in RATIOS:
             points = [(row["working_set"], row["hit"]) for row in results.get(name, []) if row["ratio"] == ratio]
@@ -442,22 +410,8 @@ def plot(results: dict[str, Rows], to: Path) -> None:
         axis.set(ylabel="hit tokens / infinite cache's", xscale="log", ylim=(0, 1.01))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(to / "tier_simulation.svg", metadata={"Date": None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to repeat (default: all)")
-    args = parser.parse_args()
-    file = RESULTS / "tier_simulation.json"
-    results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}
-    for name in args.what or STUDIES:
-        if name != "plot":
-            results[name] = STUDIES[name]()
-            file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
-    plot(results, ROOT / "docs" / "benchmarks")
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    run_studies("tier_simulation", __doc__, STUDIES, plot)

@@ -19,11 +19,9 @@ follow, and their log p are compared with those of the whole sequence computed a
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,10 @@ import numpy as np
 import torch
 
 from benchmarks.agent_trace import TraceConfig, Turn, load, trace
-from benchmarks.prefix_simulation import BLOCK_BYTES, INTERVAL, SNAPSHOT_BYTES, Rows, Simulation, study_text
+from benchmarks.prefix_simulation import BLOCK_BYTES, INTERVAL, SNAPSHOT_BYTES, Simulation
 from benchmarks.prefix_tree import Match
 from benchmarks.reference.oracle import Oracle
-from benchmarks.report import RESULTS
+from benchmarks.studies import Row, run_studies
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import WINDOW
@@ -110,15 +108,12 @@ def loads() -> dict[str, tuple[list[Turn], float]]:
     return {**agents, **by_length}
 
 
-def hits() -> Rows:
-    rows = []
+def hits() -> Iterator[Row]:
     for name, (turns, gigabytes) in loads().items():
         for form in FORMS:
             shares = SHARES if FORMS[form][0] else (0.0,)
             best = max((simulate(turns, gigabytes, form, share) for share in shares), key=lambda row: row["saved"])
-            rows.append({"load": name, **best})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"load": name, **best}
 
 
 @contextmanager
@@ -179,8 +174,8 @@ def resumed_logits(oracle: Oracle, ids: list[int], hit: int, replay: int) -> tor
     return model(tokens[:, hit:], past_key_values=cache, use_cache=True).logits[0].cpu()
 
 
-def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64, seeds: int = 2) -> Rows:
-    """Return |d log p| of the tokens after a hit, relative to the whole sequence computed at once.
+def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64, seeds: int = 2) -> Iterator[Row]:
+    """Yield |d log p| of the tokens after a hit, relative to the whole sequence computed at once.
 
     Args:
         spec: sizes of the model.
@@ -189,7 +184,6 @@ def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64
         follow: tokens after the hit.
         seeds: number of prompts.
     """
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(Path(folder), spec)
         oracle = Oracle(folder)
@@ -205,44 +199,25 @@ def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64
                 apart.append(difference)
                 first.append((got.argmax(-1) != whole.argmax(-1)).float())
             together = torch.cat(apart)
-            rows.append(
-                {
-                    "layers": len(spec.ratios),
-                    "hit": hit,
-                    "replay": replay,
-                    "mean": float(f"{together.mean():.2g}"),
-                    "max": float(f"{together.max():.2g}"),
-                    "other_first_choice": round(float(torch.cat(first).mean()), 4),
-                }
-            )
-            print(rows[-1], flush=True)
-    return rows
+            yield {
+                "layers": len(spec.ratios),
+                "hit": hit,
+                "replay": replay,
+                "mean": float(f"{together.mean():.2g}"),
+                "max": float(f"{together.max():.2g}"),
+                "other_first_choice": round(float(torch.cat(first).mean()), 4),
+            }
 
 
-def distance() -> Rows:
+def distance() -> Iterator[Row]:
     """Measure six layers, where 127 x 6 = 762 tokens must be exact, and V4-Flash's 43 layers at small widths."""
     flash = DSV4Config.flash()
     few = TinySpec(heads=8)
     many = TinySpec(heads=8, ratios=flash.compress_ratios[: flash.num_hidden_layers], hidden=128)
     exact = (WINDOW - 1) * len(few.ratios)
-    return [
-        *distances(few, 1024, (0, 128, 256, 512, exact - WINDOW, exact)),
-        *distances(many, 1024, (0, 128)),
-    ]
-
-
-PARTS: dict[str, Callable[[], Rows]] = {"hits": hits, "distance": distance}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=PARTS, nargs="*", help="parts to repeat (default: all)")
-    file = RESULTS / "window_replay.json"
-    results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}
-    for name in parser.parse_args().what or PARTS:
-        results[name] = PARTS[name]()
-        file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
+    yield from distances(few, 1024, (0, 128, 256, 512, exact - WINDOW, exact))
+    yield from distances(many, 1024, (0, 128))
 
 
 if __name__ == "__main__":
-    main()
+    run_studies("window_replay", __doc__, {"hits": hits, "distance": distance})

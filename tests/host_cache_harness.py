@@ -455,19 +455,16 @@ class HostCacheServer(BlockOwner):
                 self._abort(request)
 
     def _prompt(self) -> Request:
-        rng = self.rng
-        self.admitted += 1
+        rng, unique = self.rng, self.admitted + 1
         keys = [rng.randrange(3)]
         while rng.random() < 0.8 and len(keys) < 8:
             keys.append(rng.randrange(2))
-        request = Request(keys, rng.randrange(1, 100), self.admitted)
+        tokens = [key + 1 for key in keys for _ in range(BLOCK)] + [100 + unique] * rng.randrange(1, 100)
         if self.history and rng.random() < 0.7:
             past = rng.choice(self.history)
             cut = len(past) if rng.random() < 0.7 else rng.randrange(1, len(past))
-            request.origin_input_ids = array("q", past[:cut] + [1000 + self.admitted] * rng.randrange(1, 200))
-            request.prompt = len(request.origin_input_ids)
-        request.decoding = False
-        return request
+            tokens = past[:cut] + [1000 + unique] * rng.randrange(1, 200)
+        return self._request(tokens)
 
     def _request(self, tokens: list[int], tenant: str | None = None) -> Request:
         self.admitted += 1

@@ -180,25 +180,12 @@ def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPa
         server.serve(prompt(1))
 
 
-@pytest.mark.parametrize("method", ["start_writing", "start_loading"])
-def test_copies_in_sglangs_order_bring_wrong_bytes(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Without either wait a step reads wrong bytes within a few seeds (see `TransferController`)."""
-    for seed in range(20):
-        with monkeypatch.context() as patch:
-            server = HostCacheServer(patch, seed)
-            in_sglangs_order(patch, server, method)
-            for _ in range(400):
-                server.turn()
-                if server.wrong:
-                    return
-    pytest.fail("the order of copies makes no difference here: the test does not test")
+@pytest.mark.parametrize("wait", ["start_writing", "start_loading", "the snapshot", "a layer"])
+def test_without_a_wait_steps_read_wrong_bytes(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    """Without one of the waits a step reads wrong bytes within a few seeds.
 
-
-@pytest.mark.parametrize("what", ["the snapshot", "a layer"])
-def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """A step reads wrong bytes within a few seeds.
-
-    The layer is one that is loaded neither with the snapshot nor with the previous layer.
+    Copies wait for steps and steps for copies (see `TransferController`). A step waits for its snapshot, and each of
+    its layers for its blocks. The layer is one that is loaded neither with the snapshot nor with the previous layer.
     """
     waits = CacheKVPool.wait_for_layer
 
@@ -209,10 +196,12 @@ def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyP
     for seed in range(20):
         with monkeypatch.context() as patch:
             server = HostCacheServer(patch, seed)
-            if what == "a layer":
+            if wait == "a layer":
                 patch.setattr(CacheKVPool, "wait_for_layer", waits_for_others)
-            else:
+            elif wait == "the snapshot":
                 server.component.slots.layer_transfer_counter = None
+            else:
+                in_sglangs_order(patch, server, wait)
             for _ in range(400):
                 server.turn()
                 if server.wrong:

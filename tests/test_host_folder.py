@@ -318,28 +318,31 @@ def modes(storage: FileStorage) -> tuple[int, int]:
     return Path(storage.file_path).stat().st_mode & 0o777, file.stat().st_mode & 0o777
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_files_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool) -> None:
-    if named:
-        monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "a" / "named"))
-    assert modes(open_storage(tmp_path / "default")) == (0o700, 0o600)
-    assert (tmp_path / "default").exists() is not named
-
-
-@pytest.mark.parametrize(("folder", "file"), [(0o750, 0o640), (0o770, 0o660), (0o755, 0o644)])
+@pytest.mark.parametrize(
+    ("before", "folder", "file"),
+    [(None, 0o700, 0o600), (0o750, 0o750, 0o640), (0o770, 0o770, 0o660), (0o755, 0o755, 0o644)],
+)
 def test_a_named_folder_says_who_may_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: int, file: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int | None, folder: int, file: int
 ) -> None:
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named").chmod(folder)
-    assert modes(open_storage(tmp_path)) == (folder, file)
+    """A folder that the storage creates is its owner's alone."""
+    named = tmp_path / "a" / "named"
+    monkeypatch.setenv(VARIABLE, str(named))
+    if before is not None:
+        named.mkdir(parents=True)
+        named.chmod(before)
+    assert modes(open_storage(tmp_path / "default")) == (folder, file)
+    assert not (tmp_path / "default").exists()
+
+
+def test_a_default_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    assert modes(open_storage(tmp_path / "default")) == (0o700, 0o600)
 
 
 @pytest.mark.parametrize("what", ["group", "owner", "link"])
 def test_a_default_folder_of_others_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     """The default folder is in /tmp, where any user can create it first."""
-    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     default = tmp_path / "hicache"
     if what == "link":
         (tmp_path / "theirs").mkdir()
@@ -367,7 +370,7 @@ def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch
     deep = tmp_path
     while len(str(deep)) < 4096 - 120:
         deep = deep / ("d" * min(200, 4096 - 110 - len(str(deep))))
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(deep))
+    monkeypatch.setenv(VARIABLE, str(deep))
     with pytest.raises(RuntimeError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
         open_storage(tmp_path)
     assert not list(deep.iterdir())

@@ -180,23 +180,6 @@ def test_snapshots_there_and_back(device: torch.device, kv_format: str) -> None:
     assert not host.rows[[0, 2, 3]].any()
 
 
-def test_a_loaded_snapshot_is_the_state_that_was_stored(device: torch.device) -> None:
-    """The state is copied through a slot, a snapshot, the host, another snapshot and another slot."""
-    config = DSV4Config.flash()
-    layout = CacheLayout.build(config, build_schedule(config)[:5], device)
-    storage = StateStorage(layout, num_slots=3, snapshots=2, positions=False)
-    for tensor in storage.tensors:
-        tensor.copy_(torch.randint(0, 100, tensor.shape).to(tensor.dtype))
-    host, ints = HostSnapshotPool(storage, 1), torch.tensor([[1], [2]], dtype=torch.int32, device=device)
-    one, two = ints
-    storage.store(one, one)
-    host.save(1, 0)
-    host.load(2, 0)
-    storage.load(two, two)
-    first, second = (storage.rings[:, slot].view(torch.uint8) for slot in (1, 2))
-    assert torch.equal(first, second)
-
-
 def test_runs_of_rows() -> None:
     assert runs(torch.tensor([3, 4, 5, 9, 8, 7, 0, 1])) == [(0, 3), (3, 4), (4, 5), (5, 6), (6, 8)]
     assert runs(torch.tensor([7])) == [(0, 1)]

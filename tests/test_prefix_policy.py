@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.agent_trace import Turn, load, rounds
+from benchmarks.agent_trace import Turn, load
 from benchmarks.prefix_simulation import (
     BLOCK_BYTES,
     INTERVAL,
@@ -58,23 +58,6 @@ def test_twice_and_ten_times_what_fits_degrade_smoothly() -> None:
     assert hits(turns, live // 2) > 0.45
     assert hits(turns, live // 10) > 0.05
     assert hits(turns, live // 10, LeastRecentlyUsed) < 0.04
-
-
-def test_a_loop_over_more_than_fits_keeps_hitting() -> None:
-    turns = list(rounds(120, 10_000, 4))
-    assert hits(turns, 900_000) > 0.5
-    assert hits(turns, 900_000, LeastRecentlyUsed) < 0.05
-
-
-def test_a_loop_that_grows_beyond_what_fits_keeps_hitting() -> None:
-    """Grow from 40 conversations that fit to 100 of which half fit. Without ghost hits the estimated reuse interval
-    stays too short and every conversation is evicted just before it is reused."""
-    few, many = (rounds(count, 10_000, visits) for count, visits in ((40, 3), (100, 4)))
-    simulation = Simulation(500_000 // BLOCK, 500_000 // 2048, INTERVAL, concurrency=1)
-    simulation.run(few)
-    before = simulation.hit_tokens, simulation.ideal_tokens
-    simulation.run(replace(turn, conversation=turn.conversation + 1000) for turn in many)
-    assert simulation.hit_tokens - before[0] > 0.35 * (simulation.ideal_tokens - before[1])
 
 
 def test_path_hashes() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from prefix_tree_server import BLOCK, TIMES, TreeServer, without_a_server
+from prefix_tree_server import BLOCK, TIMES, Request, TreeServer, without_a_server
 
 from benchmarks.agent_trace import Turn
 from benchmarks.prefix_simulation import Simulation
@@ -19,6 +19,14 @@ from dsv4_sglang.srt.prefix_cache.component import LeafOrder
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_server(monkeypatch)
+
+
+def started(server: TreeServer, keys: list[int], tail: int = 1) -> Request:
+    """Admit a request and compute its prompt."""
+    request = server.admit(keys, tail)
+    assert request is not None
+    server.prefill_all(request)
+    return request
 
 
 def run(server: TreeServer, keys: list[int], tail: int = 1, decode: int = 0) -> int:
@@ -99,9 +107,7 @@ def test_a_generation_ends_with_a_snapshot() -> None:
 
 def test_a_running_request_holds_one_rolling_snapshot() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
-    request = server.admit([1, 2, 3])
-    assert request is not None
-    server.prefill_all(request)
+    request = started(server, [1, 2, 3])
     for _ in range(10):
         server.decode(request, 7)
         assert len(request.pending) == 1
@@ -110,9 +116,7 @@ def test_a_running_request_holds_one_rolling_snapshot() -> None:
 
 def test_a_retracted_request_resumes_from_its_rolling_snapshot() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
-    request = server.admit([1, 2, 3], tail=0)
-    assert request is not None
-    server.prefill_all(request)
+    request = started(server, [1, 2, 3], tail=0)
     for _ in range(3):
         server.decode(request, 50)
     server.retract(request)
@@ -123,9 +127,7 @@ def test_a_retracted_request_resumes_from_its_rolling_snapshot() -> None:
 def test_a_pause_that_retracts_keeps_the_prompt_only() -> None:
     """The weights may change during the pause, so the generated tokens are not kept."""
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
-    request = server.admit([1, 2, 3], tail=0)
-    assert request is not None
-    server.prefill_all(request)
+    request = started(server, [1, 2, 3], tail=0)
     server.decode(request, 50)
     server.drop(request)
     server.check()
@@ -134,10 +136,7 @@ def test_a_pause_that_retracts_keeps_the_prompt_only() -> None:
 
 def test_what_a_retracted_request_leaves_makes_room() -> None:
     server = TreeServer(blocks=10, snapshots=20, interval=30, chunk=30)
-    first, second = server.admit([1, 2, 3]), server.admit([4, 5, 6])
-    assert first is not None and second is not None
-    server.prefill_all(first)
-    server.prefill_all(second)
+    first, second = started(server, [1, 2, 3]), started(server, [4, 5, 6])
     assert server.decode(first, 7) and server.decode(second, 8)
     assert not server.decode(second, 8), "all blocks are held"
     server.retract(first)
@@ -181,9 +180,7 @@ def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
 def test_the_step_past_the_end_leaves_nothing() -> None:
     """Overlap scheduling runs one step past the end of a request. The snapshot of that step is freed."""
     server = TreeServer(blocks=64, snapshots=20, interval=30)
-    request = server.admit([1, 2, 3], tail=0)
-    assert request is not None
-    server.prefill_all(request)
+    request = started(server, [1, 2, 3], tail=0)
     server.decode(request, 50)
     past = server.component.plan_decode(request, 5 * BLOCK)
     server.state_content[past] = (1, 2, 3)
@@ -213,10 +210,7 @@ def test_waiting_requests_hold_no_live_slot() -> None:
 
 def test_snapshots_run_out_without_an_error() -> None:
     server = TreeServer(blocks=64, snapshots=2, interval=2, chunk=8)
-    first, second = server.admit([1, 2, 3]), server.admit([4, 5, 6])
-    assert first is not None and second is not None
-    server.prefill_all(first)
-    server.prefill_all(second)
+    first, second = started(server, [1, 2, 3]), started(server, [4, 5, 6])
     # Both prompts hold their snapshots, so the third request gets none but is served.
     assert run(server, [7, 8, 9]) == 0
     assert run(server, [7, 8, 9]) == 0
@@ -262,21 +256,15 @@ def test_blocks_without_a_snapshot_go_first() -> None:
     assert run(server, kept) == 4 * BLOCK
 
 
-def test_a_loop_over_more_than_fits_keeps_hitting_a_part() -> None:
-    """LRU would miss every time."""
+@pytest.mark.parametrize(("fewer", "count", "least"), [(0, 8, 12), (4, 12, 20)])
+def test_a_loop_over_more_than_fits_keeps_hitting_a_part(fewer: int, count: int, least: int) -> None:
+    """LRU would miss every time. A loop over `fewer` conversations, all of which fit, comes first: the ones that return
+    after their eviction count as ghost hits."""
     server = TreeServer(blocks=50, snapshots=40, interval=30, chunk=30)
-    hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(6) for c in range(8)]
-    assert sum(hit > 0 for hit in hits[8:]) >= 12
-
-
-def test_a_loop_that_grows_beyond_what_fits_keeps_hitting_a_part() -> None:
-    """Conversations that return after their eviction count as ghost hits."""
-    server = TreeServer(blocks=50, snapshots=40, interval=30, chunk=30)
-    for _ in range(3):
-        for c in range(4):
-            run(server, [10 * c + i for i in range(9)])
-    hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(8) for c in range(12)]
-    assert sum(hit > 0 for hit in hits[24:]) >= 20
+    for c in [*range(fewer)] * 3:
+        run(server, [10 * c + i for i in range(9)])
+    hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(8) for c in range(count)]
+    assert sum(hit > 0 for hit in hits[2 * count :]) >= least
 
 
 def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:

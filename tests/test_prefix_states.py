@@ -229,6 +229,19 @@ class ResumedLayer:
     def resumed(self, fault: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the entries, index keys and ring of a request of TOKENS tokens that resumes at RESUME."""
         tables = self.tables()
+        self.restore(tables, fault)
+        # The blocks that the first request wrote after the snapshot are not shared.
+        if self.ratio == 4:
+            tables[0][2:], tables[1][2:] = 0, 0
+        elif self.ratio:
+            tables[0][:, 2:] = 0
+        if fault == "a snapshot shared without a copy":
+            self.step(3, RESUME, RESUME + 50, self.tables())
+        self.step(3, RESUME, TOKENS, tables)
+        return (*tables, self.state.ring(self.layer)[3].clone())
+
+    def restore(self, tables: tuple[torch.Tensor, torch.Tensor], fault: str) -> None:
+        """Run the request that leaves a snapshot at RESUME, and load the snapshot to slot 3."""
         fill(self.state, 3, 5)
         self.step(1, 0, WRITTEN, tables, track=self.pool.size + 1)
         self.state.store(ids(1 if fault == "the state at the end" else self.pool.size + 1), ids(1))
@@ -241,15 +254,6 @@ class ResumedLayer:
             kept[..., 512:] = 0
         if fault != "a slot not loaded":
             self.state.load(ids(1), ids(3))
-        # The blocks that the first request wrote after the snapshot are not shared.
-        if self.ratio == 4:
-            tables[0][2:], tables[1][2:] = 0, 0
-        elif self.ratio:
-            tables[0][:, 2:] = 0
-        if fault == "a snapshot shared without a copy":
-            self.step(3, RESUME, RESUME + 50, self.tables())
-        self.step(3, RESUME, TOKENS, tables)
-        return (*tables, self.state.ring(self.layer)[3].clone())
 
     def uninterrupted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tables = self.tables()
@@ -291,11 +295,7 @@ def test_the_window_of_a_resumed_request_comes_from_its_snapshot(fault: str) -> 
     """The ring of a request that ran 20 tokens after the snapshot still holds 108 older rows."""
     layer = ResumedLayer(0)
     tables = layer.tables()
-    fill(layer.state, 3, 5)
-    layer.step(1, 0, WRITTEN, tables, track=layer.pool.size + 1)
-    layer.state.store(ids(1 if fault == "the state at the end" else layer.pool.size + 1), ids(1))
-    if fault != "a slot not loaded":
-        layer.state.load(ids(1), ids(3))
+    layer.restore(tables, fault)
     layer.step(3, RESUME, RESUME + 20, tables)
     layer.step(2, 0, RESUME + 20, tables)
     rows = differing_rows(layer.state.ring(0)[3], layer.state.ring(0)[2])

@@ -75,12 +75,15 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.capacity = capacity
         self.known: list[list[int]] = []
+        # Tokens of the prompt and of the answer of each request.
+        self.asked: list[tuple[int, int]] = []
         self.wrong_when_cached = wrong_when_cached
         self.lock = threading.Lock()
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         with self.lock:
+            self.asked.append((len(ids), count))
             cached = max((_common(ids[:-1], old) for old in self.known), default=0)
             out = [10 + (sum(ids) + i) % 50 for i in range(count)]
             if cached and self.wrong_when_cached:
@@ -190,14 +193,6 @@ def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) 
     time."""
     server.capacity = 3
     url, file = f"http://127.0.0.1:{server.server_port}", tmp_path / "rows"
-    seen: list[int] = []
-    generate = server.generate
-
-    def noted(body: dict[str, Any]) -> dict[str, Any]:
-        seen.append(len(body["input_ids"]))
-        return generate(body)
-
-    server.generate = noted  # type: ignore[method-assign]
     prefix_trace.main(
         ["sweep", "--url", url, "--tokens", "200", "--steps", "2", "4", "5", "--vocab", "60000", "--output", str(file)]
     )
@@ -209,7 +204,7 @@ def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) 
     assert rows[-1]["server"]["max_total_num_tokens"] == 1000
     assert all(row["first_token_s"]["mean"] <= row["turn_s_mean"] for row in rows)
     # The first, unmeasured part visits one conversation as often as any conversation is visited later.
-    visits = [201 + 216 * i + 200 for i in range(3)]
+    seen, visits = [tokens for tokens, _ in server.asked], [201 + 216 * i + 200 for i in range(3)]
     assert seen[:4] == [200, *visits]
     assert seen[4:] == [
         *(200, 200, visits[0], visits[0]),
@@ -229,14 +224,7 @@ def conversations(server: FakeServer, deadline: float = math.inf, device_tokens:
 
 def test_turns_find_the_prefix_and_nothing_more(server: FakeServer) -> None:
     """Eight conversations of 544 tokens run five rounds. Then four of them continue with more new tokens per turn."""
-    held, asked = conversations(server), []
-    generate = server.generate
-
-    def noted(body: dict[str, Any]) -> dict[str, Any]:
-        asked.append((len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]))
-        return generate(body)
-
-    server.generate = noted  # type: ignore[method-assign]
+    held, asked, generate = conversations(server), server.asked, server.generate
     row = held.measure(turns.Load.parse("600+20x8"))
     assert (row["load"], row["turns"]) == ("600+20x8", 2 * 8)
     rounds_of_8 = row["warm_rounds"] + 2
@@ -253,14 +241,7 @@ def test_turns_find_the_prefix_and_nothing_more(server: FakeServer) -> None:
 
 
 def test_other_conversations_fill_the_device_before_each_round(server: FakeServer) -> None:
-    asked = []
-    generate = server.generate
-
-    def noted(body: dict[str, Any]) -> dict[str, Any]:
-        asked.append((len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]))
-        return generate(body)
-
-    server.generate = noted  # type: ignore[method-assign]
+    asked = server.asked
     row = conversations(server, device_tokens=200_000).measure(turns.Load.parse("600+20x1"))
     filler = 100_000 - 512
     assert asked[:3] == [(filler, 1), (filler, 1), (544, 1)]

@@ -26,7 +26,7 @@ def test_the_host_adds_what_it_holds() -> None:
 def test_a_loop_that_grows_beyond_both_places_keeps_hitting() -> None:
     """The load grows from 12 to 40 conversations of 40 blocks, and the 1,000 blocks of both tiers hold about 22.
     Without ghost hits nothing would hit."""
-    rows = grow(TieredSimulation(200, 4, 800, 100), [(12, 3), (40, 4)], 5_000)
+    rows = list(grow(TieredSimulation(200, 4, 800, 100), [(12, 3), (40, 4)], 5_000))
     assert [row["conversations"] for row in rows] == [12] * 3 + [40] * 4
     assert all(row["hit"] > (0.95 if row["conversations"] == 12 else 0.4) for row in rows)
 

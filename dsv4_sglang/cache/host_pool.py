@@ -186,7 +186,32 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes ({nbytes / 2**30:.2f} GiB)"
 
 
-class HostBlockPool:
+class HostRowBuffer:
+    """Host memory `rows` [count, row_bytes] uint8. On a GPU saves go through a staging buffer of `staged` rows.
+
+    Args:
+        name: name of `count` in error messages.
+        cpus: as in `HostBlockPool`.
+    """
+
+    def __init__(
+        self, name: str, count: int, row_bytes: int, device: torch.device, cpus: Collection[int] | None, staged: int
+    ) -> None:
+        if count < 1:
+            raise ValueError(f"{name} is {count}; expected at least 1")
+        self.device = device
+        self._memory = host_memory(count * row_bytes, device, cpus)
+        self.rows = self._memory.bytes[: count * row_bytes].view(count, row_bytes)
+        self._staging: Tensor | None = None
+        if device.type == "cuda":
+            self._staging = torch.empty((min(staged, count), row_bytes), dtype=torch.uint8, device=device)
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of host memory, in whole pages."""
+        return self._memory.nbytes
+
+
+class HostBlockPool(HostRowBuffer):
     """`num_blocks` host blocks for the paged pools of one or several layers.
 
     `rows` [num_blocks, block_bytes] uint8 has one row per block, with the data of all layers
@@ -211,19 +236,10 @@ class HostBlockPool:
         devices = {pool.device for pool in pools}
         if len(devices) != 1:
             raise ValueError(f"the pools are on {sorted(map(str, devices))}; expected one device")
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}; expected at least 1")
-        self.num_blocks = num_blocks
-        self.device = devices.pop()
         self._views = [pool.block_views() for pool in pools]
         self._offsets, end = _row_layout(self._views)
-        self.block_bytes = host_row_bytes(end, spare)
-        self._memory = host_memory(num_blocks * self.block_bytes, self.device, cpus)
-        self.rows = self._memory.bytes[: num_blocks * self.block_bytes].view(num_blocks, self.block_bytes)
-        self._staging: Tensor | None = None
-        if self.device.type == "cuda":
-            shape = min(STAGED_BLOCKS, num_blocks), self.block_bytes
-            self._staging = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        self.num_blocks, self.block_bytes = num_blocks, host_row_bytes(end, spare)
+        super().__init__("num_blocks", num_blocks, self.block_bytes, devices.pop(), cpus, STAGED_BLOCKS)
 
     def save(self, blocks: Tensor, rows: Tensor) -> None:
         """Copy blocks of all layers to the host, ordered on the current stream.
@@ -274,10 +290,6 @@ class HostBlockPool:
         views = [view for layer in layers for view in self._views[layer]]
         offsets = [offset for layer in layers for offset in self._offsets[layer]]
         torch.ops.dsv4_sglang.swap_blocks(views, host, blocks, rows, to_host, offsets)
-
-    def memory_bytes(self) -> int:
-        """Return the bytes of host memory, in whole pages."""
-        return self._memory.nbytes
 
 
 def host_row_bytes(nbytes: int, spare: int) -> int:
@@ -340,7 +352,7 @@ class FreeRows:
         self.available += len(rows)
 
 
-class HostStates:
+class HostStates(HostRowBuffer):
     """Host copies of items of a `StateStorage`, `rows` [n, bytes] uint8, one row per copy.
 
     Args:
@@ -354,20 +366,12 @@ class HostStates:
     def __init__(
         self, name: str, tables: list[Tensor], first: int, rows: int, cpus: Collection[int] | None, spare: int = 0
     ) -> None:
-        if rows < 1:
-            raise ValueError(f"{name} is {rows}; expected at least 1")
         self._tables, self._first = tables, first
         sizes = [table.shape[1] for table in tables]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._row_bytes = host_row_bytes(sum(sizes), spare)
-        device = tables[0].device
+        super().__init__(name, rows, host_row_bytes(sum(sizes), spare), tables[0].device, cpus, staged=1)
         # Precomputed on the device, so that a copy needs no transfer of its index.
-        self._numbers = torch.arange(len(tables[0]), device=device)
-        self._memory = host_memory(rows * self._row_bytes, device, cpus)
-        self.rows = self._memory.bytes[: rows * self._row_bytes].view(rows, self._row_bytes)
-        self._staging: Tensor | None = None
-        if device.type == "cuda":
-            self._staging = torch.empty((1, self._row_bytes), dtype=torch.uint8, device=device)
+        self._numbers = torch.arange(len(tables[0]), device=self.device)
 
     def save(self, number: int, row: int) -> None:
         """Copy item `number` to a host row, ordered on the current stream.
@@ -391,10 +395,6 @@ class HostStates:
         index, there = self._numbers[here : here + 1], torch.tensor([row])
         torch.ops.dsv4_sglang.swap_blocks(self._tables, host, index, there, to_host, self._offsets)
 
-    def memory_bytes(self) -> int:
-        """Return the bytes of host memory, in whole pages."""
-        return self._memory.nbytes
-
 
 class HostSnapshotPool(HostStates):
     """`num_snapshots` host copies of snapshots, which are numbered from 1.
@@ -410,7 +410,7 @@ class HostSnapshotPool(HostStates):
         self, storage: StateStorage, num_snapshots: int, cpus: Collection[int] | None = None, spare: int = 0
     ) -> None:
         super().__init__("num_snapshots", storage.snapshot_tables(), 1, num_snapshots, cpus, spare)
-        self.num_snapshots, self.snapshot_bytes = num_snapshots, self._row_bytes
+        self.num_snapshots, self.snapshot_bytes = self.rows.shape
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:

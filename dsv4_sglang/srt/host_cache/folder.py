@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,18 +270,13 @@ def clear(folder: Path, names: Sequence[str] = ()) -> tuple[list[StoredFile], li
     Returns:
         What was removed, and what a server uses and was kept.
     """
-    removed, kept = [], []
+    unneeded: list[StoredFile] = []
+    kept: list[StoredFile] = []
     for file in stored_files(folder):
-        if names and file.name not in names:
-            continue
-        if file.state == USED or (file.state == TEMPORARY and not is_stale(file)):
-            kept.append(file)
-            continue
-        with suppress(FileNotFoundError):
-            file.path.unlink()
-            removed.append(file)
-    _remove_unused_locks(folder)
-    return removed, kept
+        if not names or file.name in names:
+            needed = file.state == USED or (file.state == TEMPORARY and not is_stale(file))
+            (kept if needed else unneeded).append(file)
+    return _remove(folder, unneeded), kept
 
 
 def is_stale(file: StoredFile) -> bool:
@@ -300,19 +295,22 @@ def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = N
         unused_days: also remove unused pages that were last written or read at least this many days ago.
     """
     before = -float("inf") if unused_days is None else time.time() - 86400 * unused_days  # noqa: TID251
+
+    def unneeded(file: StoredFile) -> bool:
+        return is_stale(file) or (file.state == UNUSED and (file.name in names or file.used_at <= before))
+
+    return _remove(folder, filter(unneeded, stored_files(folder)))
+
+
+def _remove(folder: Path, files: Iterable[StoredFile]) -> list[StoredFile]:
+    """Remove files of a folder, then the locks of names without files. Return the files that existed."""
     removed = []
-    for file in stored_files(folder):
-        unused = file.state == UNUSED and (file.name in names or file.used_at <= before)
-        if is_stale(file) or unused:
-            with suppress(FileNotFoundError):
-                file.path.unlink()
-                removed.append(file)
-    _remove_unused_locks(folder)
-    return removed
-
-
-def _remove_unused_locks(folder: Path) -> None:
+    for file in files:
+        with suppress(FileNotFoundError):
+            file.path.unlink()
+            removed.append(file)
     left = {file.name for file in stored_files(folder)}
     for lock in folder.glob("*-dsv4v*.lock"):
         if lock.stem not in left and not in_use(folder, lock.stem):
             lock.unlink(missing_ok=True)
+    return removed

@@ -47,13 +47,13 @@ class HostRows(HostKVCache):
     SGLang's base class assumes a whole number of bytes per token for sizing and allocation, which this cache lacks.
 
     Args:
-        rows: [n, row_bytes] uint8.
+        pool: the memory of the rows.
         page_size: indices per row.
-        device: device of the copies.
     """
 
-    def __init__(self, rows: Tensor, page_size: int, device: torch.device) -> None:
-        self.kv_buffer: Any = rows
+    def __init__(self, pool: HostBlockPool | HostSnapshotPool, page_size: int) -> None:
+        self._pool: Any = pool
+        self.kv_buffer: Any = (rows := pool.rows)
         self.page_size, self.page_num = page_size, rows.shape[0]
         self.size = self.page_num * page_size
         self.row_bytes = rows.shape[1]
@@ -78,7 +78,13 @@ class HostRows(HostKVCache):
 
     def destroy(self) -> None:
         """Drop the reference to the memory. It is unpinned when its last owner drops it."""
-        self.kv_buffer = None
+        self.kv_buffer = self._pool = None
+
+    @property
+    def pool(self) -> Any:
+        """The memory of the rows."""
+        assert self._pool is not None, "the pool is destroyed"
+        return self._pool
 
     @property
     def held(self) -> int:
@@ -194,50 +200,35 @@ class HostBlocks(HostRows):
     device."""
 
     def __init__(self, pool: HostBlockPool) -> None:
-        super().__init__(pool.rows, BLOCK, pool.device)
-        self._pool: HostBlockPool | None = pool
+        super().__init__(pool, BLOCK)
         # Device indices and blocks of the current load, whose layers are requested one after another.
         self._loading: tuple[Tensor, Tensor] | None = None
 
-    def destroy(self) -> None:
-        super().destroy()
-        self._pool = self._loading = None
-
     def save(self, device_indices: Tensor, rows: Tensor) -> None:
-        assert self._pool is not None, "the pool is destroyed"
-        self._pool.save(device_indices[::BLOCK] // BLOCK, rows)
+        self.pool.save(device_indices[::BLOCK] // BLOCK, rows)
 
     def begins(self, layer: int, count: int) -> bool:
-        assert self._pool is not None, "the pool is destroyed"
-        return self._pool.layers_with(layer, count) > 0
+        return bool(self.pool.layers_with(layer, count))
 
     def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
-        assert self._pool is not None, "the pool is destroyed"
         if self._loading is None or self._loading[0] is not device_indices:
             self._loading = device_indices, device_indices[::BLOCK] // BLOCK
-        self._pool.load(self._loading[1], rows, layer)
+        self.pool.load(self._loading[1], rows, layer)
 
 
 class HostSnapshots(HostRows):
     """Pool of snapshots. A snapshot has one index and one row, which is copied as a whole with layer 0."""
 
-    def __init__(self, pool: HostSnapshotPool, device: torch.device) -> None:
-        super().__init__(pool.rows, 1, device)
-        self._pool: HostSnapshotPool | None = pool
-
-    def destroy(self) -> None:
-        super().destroy()
-        self._pool = None
+    def __init__(self, pool: HostSnapshotPool) -> None:
+        super().__init__(pool, 1)
 
     def save(self, device_indices: Tensor, rows: Tensor) -> None:
-        assert self._pool is not None, "the pool is destroyed"
         for slot, row in zip(device_indices.tolist(), rows.tolist()):
-            self._pool.save(slot, row)
+            self.pool.save(slot, row)
 
     def begins(self, layer: int, count: int) -> bool:
         return layer == 0
 
     def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
-        assert self._pool is not None, "the pool is destroyed"
         for slot, row in zip(device_indices.tolist(), rows.tolist()):
-            self._pool.load(slot, row)
+            self.pool.load(slot, row)

@@ -259,4 +259,4 @@ def _host_pools(kvcache: CacheKVPool, demand: HostDemand, spare: int) -> tuple[H
             f"the host cache does not fit: {demand.blocks} blocks and {demand.snapshots} snapshots a process take "
             f"{demand.bytes / 2**30:.2f} GiB. Lower --hicache-ratio or --hicache-size. {error}"
         ) from error
-    return HostBlocks(blocks), HostSnapshots(snapshots, storage.device)
+    return HostBlocks(blocks), HostSnapshots(snapshots)
