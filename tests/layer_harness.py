@@ -31,7 +31,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def frequencies(ratio: int) -> Tensor:
-    return rope_frequencies(DSV4Config.flash(), ratio).to(torch.get_default_device())
+    return rope_frequencies(DSV4Config.flash(), ratio, torch.get_default_device())
 
 
 def undefined(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
