@@ -336,7 +336,7 @@ def ends(server: Server) -> Iterator[list[psutil.Process]]:
     yield processes
     assert wait(server.process, server.log) != 0
     alive, since = processes, time.monotonic()
-    # A process that its parent has not waited for stays in the system's table.
+    # An ended process stays in the system's table until its parent waits for it.
     while alive := [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() - since < STUCK_SECONDS, alive
         time.sleep(0.05)
@@ -501,8 +501,9 @@ def assert_as_cold(server: Server, asked: dict[str, tuple[list[int], Generated]]
     other.
 
     The noise is the difference between a decoded cold answer and the same tokens computed as a prompt. A corrupt KV
-    entry changes log p by 0.07 or more. One answer in eight may be further away: FP8 rounds entries of decode steps and
-    of prefill steps differently, and 1 of 64 next turns on an H200 was 0.10 away in every run, none with bf16 entries.
+    entry changes log p by 0.07 or more. With FP8 entries one answer in eight may be further away: entries of decode
+    steps and of prefill steps are rounded differently, and on an H200 1 of 64 next turns was 0.10 away in every run.
+    With bf16 entries none was.
     """
     noise = {name: against_cold(server, ids, server.cold(ids, len(got.tokens))) for name, (ids, got) in asked.items()}
     warm = {name: against_cold(server, ids, got) for name, (ids, got) in asked.items()}
@@ -514,4 +515,5 @@ def assert_as_cold(server: Server, asked: dict[str, tuple[list[int], Generated]]
     print("\n".join(lines))
     floor = torch.cat(list(noise.values())).mean()
     wrong = [line for line, d in zip(lines, warm.values()) if d.mean() > 3 * floor + 0.02]
-    assert len(wrong) <= len(lines) // 8, "\n".join([f"noise {floor:.4f}; too far from cold:", *wrong])
+    allowed = 0 if server.get("/get_server_info")["kv_cache_dtype"] == "bfloat16" else len(lines) // 8
+    assert len(wrong) <= allowed, "\n".join([f"noise {floor:.4f}; too far from cold:", *wrong])
