@@ -225,7 +225,8 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     fp8 = inputs.kv_format is KVFormat.FP8
     window, entries = inputs.window, inputs.entries or inputs.window
     check_table("window", window.table, inputs.kv_format)
-    check_table("entries", entries.table, inputs.kv_format)
+    if inputs.entries:
+        check_table("entries", entries.table, inputs.kv_format)
     dot, precision = products(q.dtype, inputs.kv_format)
     listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
     launch = plan_launch(q, listed, fp8, dot == tl.float32, splits)
