@@ -62,7 +62,7 @@ class AttendCase:
         return *moved[:-2], self.kv_format.code
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, AttendInputs]:
-        """What an attention kernel's `attend` takes: the query and what it reads."""
+        """Return the query and the other inputs of an attention kernel's `attend`."""
         q, *rest = self.args(device)
         return q, AttendInputs.from_op(*rest)._replace(ratio=self.ratio)
 

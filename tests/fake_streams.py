@@ -19,7 +19,7 @@ if compat.IS_0_5_23:
 else:
     import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
 
-# Other releases use different threads, with which `Streams.use_threads` has not been tested.
+# Other releases use different threads. `Streams.use_threads` is untested with them.
 THREADS_RUN_LATE = not compat.IS_0_5_23
 
 

@@ -155,8 +155,7 @@ def test_a_decode_server_that_is_full(servers: Disaggregated, oracle: Callable[[
 
 @only("fp8, host cache")
 def test_from_the_host(servers: Disaggregated, oracle: Callable[[str], Oracle], name: str) -> None:
-    """Of 24 prompts that exceed the device, the second visit is loaded from the prefill server's host cache and
-    right."""
+    """24 prompts exceed the device. Their second visits load from the prefill server's host cache and are right."""
     prompts = [prompt(1500, seed=200 + i) for i in range(24)]
     visits = [[servers.generate(ids, 16) for ids in prompts] for _ in range(2)]
     assert [{got.cached for got in visit} for visit in visits] == [{0}, {1408}]

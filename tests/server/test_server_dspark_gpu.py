@@ -115,7 +115,7 @@ def test_drafts_are_accepted(server: Server, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8, blocks of 5, host cache"], indirect=True, scope="module")
 def test_from_the_host(server: Server, oracle: Oracle, name: str) -> None:
-    """Of 24 prompts that exceed the device, drafts are accepted as often after a load from the host as cold."""
+    """24 prompts exceed the device. Drafts are accepted as often after a load from the host as without a hit."""
     server.flush()
     prompts, lengths, answers = [prompt(1500, seed=200 + i) for i in range(24)], [], []
     for cached in (0, 1408):
