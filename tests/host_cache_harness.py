@@ -49,8 +49,8 @@ from dsv4_sglang.srt.host_cache.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host_cache.transfers import HostStack, TransferController
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.hooks import Hook, namespace_hooks
+from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import CacheKVPool
-from dsv4_sglang.srt.prefix_cache.cache import build_prefix_cache
 
 LAYERS = 4
 WITH_BLOCKS = (0, 2, 3)

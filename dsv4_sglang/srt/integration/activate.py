@@ -85,7 +85,7 @@ def _register_caches(options: Options, server_args: Any) -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
-    from dsv4_sglang.srt.prefix_cache.cache import build_prefix_cache
+    from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 
     register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
     register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=options.snapshot_interval))

@@ -145,27 +145,27 @@ def _overridden(base: str, ours: str, **reasons: str) -> Iterator[Override]:
     return (Override(base, ours, method, reason) for method, reason in reasons.items())
 
 
-_IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
+_IN_TREE, _MODELS = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models."
 OVERRIDES = (
     *_overridden(
         _IN_TREE + "DeepseekV4DecoderLayer",
-        _MODEL + "DecoderLayer",
+        _MODELS + "layers.DecoderLayer",
         _build_self_attn="SGLang's layer builds its attention here, which this package replaces",
     ),
     *_overridden(
         # Since 0.5.23 no layer has it on a GPU.
         _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if IS_0_5_23 else "DeepseekV4DecoderLayer"),
-        _MODEL + "DecoderLayer",
+        _MODELS + "layers.DecoderLayer",
         _run_moe_ffn_dp_sync="SGLang has GPU kernels only for the experts of a layer",
     ),
     *_overridden(
         "sglang.srt.models.deepseek_v4_dspark.DSparkV4Stage",
-        "dsv4_sglang.srt.models.deepseek_v4_dspark.Stage",
+        _MODELS + "deepseek_v4_dspark.Stage",
         _build_self_attn="the same applies to a stage of DSPARK's draft model",
     ),
     *_overridden(
         _IN_TREE + "DeepseekV4ForCausalLM",
-        _MODEL + "DeepseekV4ForCausalLM",
+        _MODELS + "deepseek_v4.DeepseekV4ForCausalLM",
         _prewarm_mhc_kernels="it compiles GPU kernels, which do not exist on a CPU",
     ),
     *_overridden(

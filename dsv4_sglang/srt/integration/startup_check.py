@@ -107,9 +107,10 @@ def _model(scheduler: Any) -> Expected:
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
     from dsv4_sglang.srt.attention.speculation import DraftBackends
-    from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
+    from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
     from dsv4_sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
     from dsv4_sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
+    from dsv4_sglang.srt.models.layers import CachedAttention
 
     served = scheduler.tp_worker.model_runner
     config = served.model_config.hf_config

@@ -9,7 +9,8 @@ from typing import Any
 
 from sglang.srt.models import deepseek_v4_nextn as in_tree
 
-from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer, replaced
+from dsv4_sglang.srt.integration.compat import replaced
+from dsv4_sglang.srt.models.layers import DecoderLayer
 
 
 class DeepseekV4ForCausalLMNextN(in_tree.DeepseekV4ForCausalLMNextN):

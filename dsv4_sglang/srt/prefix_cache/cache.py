@@ -1,19 +1,14 @@
-"""Prefix cache of a server: SGLang's unified tree with this package's components and eviction order of leaves."""
+"""Prefix cache of a server: SGLang's unified tree with less frequent checks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.registry import default_radix_cache_factory
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, SnapshotComponent
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 
 if TYPE_CHECKING:
@@ -64,31 +59,3 @@ class PrefixCache(UnifiedRadixCache):
         `name` identifies the new weights in a storage. It is equal on all ranks. A server that starts later must not
         find pages of these weights under its own name.
         """
-
-
-def build_prefix_cache(ctx: Any, interval: int) -> Any:
-    """Build the prefix cache of a server; factory for `register_radix_cache_backend`.
-
-    Args:
-        ctx: SGLang's build context.
-        interval: the option `snapshot_interval`, in tokens.
-    """
-    if ctx.disable_radix_cache:
-        return default_radix_cache_factory(ctx)
-    ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
-    slots = ctx.params.req_to_token_pool.mamba_ckpt_pool
-    if ctx.enable_hierarchical_cache:
-        from dsv4_sglang.srt.host_cache.cache import build_host_prefix_cache
-
-        cache: PrefixCache = build_host_prefix_cache(ctx, interval)
-    else:
-        ctx.params.component_registry_override = {
-            ComponentType.FULL: BlockComponent,
-            ComponentType.MAMBA: partial(SnapshotComponent, interval=interval),
-        }
-        cache = PrefixCache(ctx.params)
-    cache.tree_core.eviction_strategy = LeafOrder(slots)
-    if ctx.params.enable_kv_cache_events:
-        cache.events = PrefixEvents()
-        compat.record_events(cache.tree_core, cache.events)
-    return cache

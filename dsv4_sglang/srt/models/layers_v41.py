@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 as SGLang builds it since 0.5.23, with its attention replaced. Runs on a CPU only.
+"""Layers of DeepSeek-V4.1 as SGLang builds them since 0.5.23, with their attention replaced. For a CPU only.
 
 SGLang uses V4's class for the model. Differences to V4: only few layers have a compressor and an indexer. The query is
 not normalised per head. A sublayer collapses the residual streams with weights that the previous sublayer computed, so
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsv4_sglang.cache.v41_step import V41LayerWeights
 from dsv4_sglang.srt.attention.backend_v41 import V41LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, Latent, linear, linear_fp32
+from dsv4_sglang.srt.models.layers import CachedAttention, DecoderLayer, Latent, linear, linear_fp32
 
 
 class V41CompressorWeights(nn.Module):

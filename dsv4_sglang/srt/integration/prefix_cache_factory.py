@@ -1,0 +1,42 @@
+"""Factory of a server's prefix cache, with or without a host cache."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sglang.srt.mem_cache.registry import default_radix_cache_factory
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
+from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, SnapshotComponent
+from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
+
+
+def build_prefix_cache(ctx: Any, interval: int) -> Any:
+    """Build the prefix cache of a server; factory for `register_radix_cache_backend`.
+
+    Args:
+        ctx: SGLang's build context.
+        interval: the option `snapshot_interval`, in tokens.
+    """
+    if ctx.disable_radix_cache:
+        return default_radix_cache_factory(ctx)
+    ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
+    slots = ctx.params.req_to_token_pool.mamba_ckpt_pool
+    if ctx.enable_hierarchical_cache:
+        from dsv4_sglang.srt.host_cache.cache import build_host_prefix_cache
+
+        cache: PrefixCache = build_host_prefix_cache(ctx, interval)
+    else:
+        ctx.params.component_registry_override = {
+            ComponentType.FULL: BlockComponent,
+            ComponentType.MAMBA: partial(SnapshotComponent, interval=interval),
+        }
+        cache = PrefixCache(ctx.params)
+    cache.tree_core.eviction_strategy = LeafOrder(slots)
+    if ctx.params.enable_kv_cache_events:
+        cache.events = PrefixEvents()
+        compat.record_events(cache.tree_core, cache.events)
+    return cache
