@@ -28,8 +28,8 @@ from dsv4_sglang.cache.schema import build_schema
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerOutput
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.models import deepseek_v4
-from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, CompressorWeights, IndexerWeights
+from dsv4_sglang.srt.models import layers
+from dsv4_sglang.srt.models.layers import CachedAttention, CompressorWeights, IndexerWeights
 from dsv4_sglang.testing.tiny import TinySpec, config_json
 
 CONFIG = SimpleNamespace(
@@ -147,7 +147,7 @@ def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     streams = [Stream(), Stream()]
     backend, at = make_backend(device, monkeypatch, ratio)
-    monkeypatch.setattr(deepseek_v4, "get_attn_backend", lambda: backend)
+    monkeypatch.setattr(layers, "get_attn_backend", lambda: backend)
     for name in "AB":
         layer = make_layer(ratio, streams, device, name)
         at.layer = name
@@ -207,7 +207,7 @@ def test_projections_of_x_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> Non
         assert {name for name, _ in layer.named_parameters()} == names
         for projected, linear in zip(layer._project_x(x), linears):
             assert linear.weight.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
-            expected = deepseek_v4.linear_fp32(x, linear.weight)
+            expected = layers.linear_fp32(x, linear.weight)
             assert projected.dtype == torch.float32 and torch.allclose(projected, expected, atol=1e-5)
     address = fused.data_ptr()
     layer.fuse_projections_of_x()
@@ -275,7 +275,7 @@ def test_parts_of_attention_that_some_processes_have_are_added_up(
 ) -> None:
     """Four tensor-parallel processes, of which two share a layer's heads, each get the whole output. SGLang splits this
     way with context parallelism and with DP attention."""
-    monkeypatch.setattr(deepseek_v4.in_tree, "_FP8_WO_A_GEMM", False)
+    monkeypatch.setattr(layers.in_tree, "_FP8_WO_A_GEMM", False)
     spec = TinySpec()
     config = compat.config_class()(**config_json(spec))
     torch.manual_seed(0)
