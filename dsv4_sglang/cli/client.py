@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
 # A server that listens on all addresses is reached on the loopback address.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# Copy of `srt.integrity.KEY`. An import of that module would import torch.
+# Copy of `srt.features.integrity.KEY`. An import of that module would import torch.
 INTEGRITY_KEY = "dsv4_sglang_integrity"
 SGLANG_PREFIX = "sglang:"
 
