@@ -187,11 +187,19 @@ def _size(nbytes: int) -> str:
 
 
 class HostRowBuffer:
-    """Host memory `rows` [count, row_bytes] uint8. On a GPU saves go through a staging buffer of `staged` rows.
+    """Host memory `rows` [count, row_bytes] uint8. With a GPU, saves pass through a staging buffer on it.
 
     Args:
         name: name of `count` in error messages.
+        count: number of rows.
+        row_bytes: bytes of a row.
+        device: device of the data. With a GPU the memory is pinned.
         cpus: as in `HostBlockPool`.
+        staged: rows of the staging buffer.
+
+    Raises:
+        ValueError: `count` is below 1.
+        RuntimeError: as in `HostMemory`.
     """
 
     def __init__(

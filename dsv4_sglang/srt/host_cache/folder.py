@@ -98,7 +98,12 @@ def require_names(path: Path, variable: str) -> None:
 
 
 def page_checksum(name: str, content: Any) -> bytes:
-    """Return the checksum of a page's bytes without their last CHECKSUM_BYTES, and of what a storage calls the page."""
+    """Return the checksum of a page, CHECKSUM_BYTES bytes.
+
+    Args:
+        name: name of the page in the storage.
+        content: bytes of the page without its last CHECKSUM_BYTES, which hold the checksum.
+    """
     digest = hashlib.blake2b(name.encode(), digest_size=CHECKSUM_BYTES)
     digest.update(content)
     return digest.digest()

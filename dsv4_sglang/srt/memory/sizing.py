@@ -69,7 +69,8 @@ def demand_of(
         available_gib: GiB that the weights leave for the cache.
         running: maximum number of running requests.
         step_tokens: maximum number of tokens of a prefill step.
-        arriving: slots for requests on their way from a prefill server.
+        arriving: slots for requests on their way from a prefill server. Only without a prefix cache, as on a decode
+            server.
         max_snapshots: the option of this name.
         max_total_tokens: --max-total-tokens, which limits the memory for default snapshots.
         prefix_cache: False with --disable-radix-cache and on a decode server.

@@ -242,7 +242,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
             x: [T, hidden], after the input norm.
             forward_batch: SGLang's batch.
             x_quant: unused.
-            defer_all_reduce: return only this process's part of the sum.
+            defer_all_reduce: if attention is split over some of the processes only, return this process's part of the
+                sum. Otherwise no effect.
 
         Returns:
             [T, hidden].
