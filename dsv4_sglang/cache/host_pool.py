@@ -235,6 +235,7 @@ class HostBlockPool(HostRowBuffer):
         spare: bytes at the end of each row for other users. Rows are then whole pages.
 
     Raises:
+        ValueError: the pools are on several devices, or `num_blocks` is below 1.
         RuntimeError: the system does not provide or pin this much memory. The message has the requested size.
     """
 
@@ -271,7 +272,7 @@ class HostBlockPool(HostRowBuffer):
                 to.copy_(self._staging[first:last], non_blocking=True)
 
     def layers_with(self, layer: int, blocks: int) -> int:
-        """Return how many layers the launch for `layer` loads, 0 if an earlier launch has already loaded it.
+        """Return the number of layers that the launch for `layer` loads, 0 if an earlier launch has already loaded it.
 
         The first layer is loaded alone. `blocks` is the number of blocks in the load.
         """
@@ -327,7 +328,7 @@ def _row_layout(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]], int
 
 
 class FreeRows:
-    """Allocator of `size` rows. It hands out consecutive ascending rows if possible, so that data saved together can be
+    """Allocator of `size` rows. It allocates consecutive ascending rows if possible, so that data saved together can be
     copied together.
     """
 
@@ -411,6 +412,7 @@ class HostSnapshotPool(HostStates):
     states (`StateStorage.snapshot_tables`). It is a multiple of 128 bytes. `spare`: as in `HostBlockPool`.
 
     Raises:
+        ValueError: `num_snapshots` is below 1.
         RuntimeError: the system does not provide or pin this much memory. The message has the requested size.
     """
 

@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V4.1 stores: `LayerKVSpec` of its kinds, and the layout of a model (SPEC 11.5)."""
+"""Storage of a layer of DeepSeek-V4.1: `LayerKVSpec` of its kinds, and the layout of a model (SPEC 11.5)."""
 
 from __future__ import annotations
 

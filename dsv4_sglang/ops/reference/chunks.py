@@ -15,7 +15,7 @@ from dsv4_sglang.model.geometry import WINDOW
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`.
+    """Tokens of one request in the step: rows [begin, end) of the inputs, positions [length, length + count).
 
     The last `own` of them are written, the others are only read.
     """

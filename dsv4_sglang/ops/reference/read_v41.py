@@ -58,7 +58,7 @@ def index_topk_v41(
         token_request: int32 [T].
         positions: int64 [T].
         rope: fp32 [positions, 64].
-        ratio: 1 or 2. The token at t sees floor((t + 1) / ratio) entries.
+        ratio: 1 or 2. The token at position t selects among floor((t + 1) / ratio) entries.
         candidate_block: entries of a candidate block.
         kept: int32 [T, C], receives the numbers of the candidate blocks in ascending order, then -1.
         within: int32 [T, C], candidate blocks that an earlier layer wrote to `kept`.
