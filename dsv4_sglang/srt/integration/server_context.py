@@ -1,4 +1,4 @@
-"""Decisions of one server in this process, and the hooks through which SGLang asks for them."""
+"""Decisions of one server in this process, and the hooks through which SGLang gets them."""
 
 from __future__ import annotations
 
