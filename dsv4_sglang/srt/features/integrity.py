@@ -330,7 +330,7 @@ class _Tree:
                 )
         for place in (0, *places):
             if (known := registry.following(place)) != following[place]:
-                what = f"snapshots behind {place}" if place else "first snapshots of all paths"
+                what = f"snapshots after {place}" if place else "first snapshots of all paths"
                 yield Finding(what, f"the registry has {sorted(known)}, the tree {sorted(following[place])}")
         for place in sorted({*slots.nodes, *registry.held.nonzero()[0].tolist()} - places.keys()):
             yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
