@@ -38,6 +38,9 @@ class StateCachePool:
     | index_tail_ka, _za, _kb, _zb | the same with 128 columns | CSA |
     | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (copy t % n) fp32 | HCA online |
     | tail_len | [slots] int32, tokens in the open window | CSA, HCA |
+
+    Raises:
+        ValueError: `storage` has another number of slots, or no position tables.
     """
 
     def __init__(
