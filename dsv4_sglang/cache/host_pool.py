@@ -89,7 +89,16 @@ class HostMemory:
 
 
 def host_memory(nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> HostMemory:
-    """Allocate `HostMemory` on the NUMA node of `cpus`, by default the node of the GPU."""
+    """Allocate `HostMemory`.
+
+    Args:
+        nbytes: size in bytes, rounded up to whole pages.
+        device: device that accesses the memory. For a GPU it is pinned.
+        cpus: CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
+
+    Raises:
+        RuntimeError: as in `HostMemory`.
+    """
     if device.type != "cuda":
         return HostMemory(nbytes, device)
     with running_on(cpus_near(device) if cpus is None else cpus):

@@ -85,7 +85,18 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 
 def quantise_keys(y: Tensor, key_format: KeyFormat) -> tuple[Tensor, Tensor]:
-    """Quantise rotated keys [N, 128] to packed e2m1 uint8 [N, 64] and e4m3 scale bytes uint8 [N, 8]."""
+    """Quantise rotated keys.
+
+    Args:
+        y: [N, 128].
+        key_format: MXFP4 or NVFP4.
+
+    Returns:
+        Packed e2m1 uint8 [N, 64] and e4m3 scale bytes uint8 [N, 8].
+
+    Raises:
+        ValueError: `key_format` is FP32.
+    """
     y = y.bfloat16().float()
     if key_format is KeyFormat.MXFP4:
         amax = y.unflatten(-1, (-1, 32)).abs().amax(-1).clamp_min(FP4_MAX * 2.0**-126)

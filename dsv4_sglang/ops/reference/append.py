@@ -338,6 +338,9 @@ def append_swa(
         swa_pos: int32 [slots, R].
         swa_head: int32 [slots], ring index of the next position.
         rope_dim: dims with RoPE.
+
+    Raises:
+        ValueError: `raw_kv` is not bf16, or the dims do not fit the rings.
     """
     if raw_kv.dtype != torch.bfloat16:
         raise ValueError(f"append_swa: raw_kv is {raw_kv.dtype}; expected torch.bfloat16")

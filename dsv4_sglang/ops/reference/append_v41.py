@@ -124,12 +124,13 @@ def append_v41_keys(
     out_loc: Tensor,
     index_keys: Tensor,
 ) -> None:
-    """Write the index keys of the entries that a step completes (SPEC 11.4). Other arguments as in `append_v41`.
+    """Write the index keys of the entries that a step completes (SPEC 11.4).
 
     Args:
         keys: bf16 [T, 128], the latents that `append_v41` wrote, multiplied by the indexer's matrix. Only rows of
             tokens that complete an entry are read.
-        key_norm: [128] norm weight.
+        key_norm: [128] norm weight, bf16 or fp32.
+        rope, eps, slots, prefix_lens, query_start, token_request, out_loc: as in `append_v41`.
         ratio: 1 or 2.
         index_keys: uint8 [blocks, 128 / ratio, 72], written at out_loc // ratio, MXFP4 in the NVFP4 container.
 

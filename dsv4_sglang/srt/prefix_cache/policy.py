@@ -120,6 +120,9 @@ class SnapshotRegistry:
             length: tokens of the path that it covers.
             previous: the next snapshot on the path to the root, or 0.
             following: followers of `previous` that now follow the new snapshot.
+
+        Raises:
+            ValueError: the number is in use.
         """
         if self.held[slot]:
             raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
@@ -144,6 +147,9 @@ class SnapshotRegistry:
         Args:
             slot: number of the snapshot; must be unlocked.
             path_hash: hash of its token path if it is the end of a branch, for ghost hits. 0 records no ghost.
+
+        Raises:
+            ValueError: the snapshot is locked or not in the registry.
         """
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"snapshot slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
