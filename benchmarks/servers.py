@@ -89,8 +89,8 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
         return made.argv, dict(made.environment)
     environment = dict(GPU_ENVIRONMENT)
     if compat.IS_0_5_23:
-        # As with the released widths. flashshape's widths are too small for this kernel to be correct (`srt.activate`),
-        # but its weights are random.
+        # As with the released widths. flashshape's widths are too small for this kernel to be correct
+        # (`srt.integration.activate`), but its weights are random.
         environment["SGLANG_OPT_FUSE_MHC_POST_PRE"] = "1"
     if "quantization_config" not in json.loads((model / "config.json").read_text()):
         environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"

@@ -167,7 +167,7 @@ REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {**SAVER, "cuda_graph_config": graphs(prefill="breakable")},
         "-prefill breakable with .* leave one of the two",
     ),
-    ({}, {**SAVER, "device": "cpu"}, "--enable-memory-saver .* gives back memory of a GPU"),
+    ({}, {**SAVER, "device": "cpu"}, "--enable-memory-saver .* releases memory of a GPU"),
     ({}, {**SAVER, "disaggregation_mode": "prefill"}, "--enable-memory-saver .* with --disaggregation-mode prefill "),
     ({}, {"hicache_storage_backend": "file"}, "--hicache-storage-backend file .*; give --enable-hierarchical-cache$"),
     ({}, {**DECODE, **NIXL}, "--disaggregation-transfer-backend nixl .* memory of GPUs"),
@@ -258,8 +258,8 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
     monkeypatch.delenv(variable, raising=False)
     tier = {**TIER, "hicache_storage_backend": storage, "load_format": "dummy"}
     line = (
-        f"--hicache-storage-backend {storage} with --load-format dummy is not supported: what random weights compute "
-        f"is stored only in a folder that is named; set {variable}, or leave the storage out"
+        f"--hicache-storage-backend {storage} with --load-format dummy is not supported: results of random weights "
+        f"are stored only in a folder that is named; set {variable}, or leave the storage out"
     )
     # Mooncake is set up by name.
     assert rejections(**tier) == ([] if storage == "mooncake" else [line])

@@ -162,7 +162,7 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
     ),
     "a branch that the registry has lost": (
         lost_neighbour,
-        r"snapshots behind \d+: the registry has \[\d+\], the tree \[\d+, \d+\]",
+        r"snapshots after \d+: the registry has \[\d+\], the tree \[\d+, \d+\]",
     ),
     "a snapshot that is locked in the registry only": (
         lambda s: s.component.slots.registry.lock(int(mamba(s).value)),

@@ -108,8 +108,8 @@ class AttentionKernel(ABC):
 
         Args:
             step: metadata of the step.
-            lengths: length of each request after a prefill step; None in a decode step, where the host does not know
-                them.
+            lengths: length of each request after a prefill step; None in a decode step, whose lengths are on the device
+                only.
 
         Returns:
             False if another attention kernel should take this step.
@@ -131,4 +131,7 @@ class AttentionKernel(ABC):
             q: queries [T, H, 512], with H as returned by `query_heads`. Padding heads have undefined contents.
             inputs: the other arguments of `attend`.
             output_is_rotated: the caller can apply the inverse RoPE itself, so the kernel may return a rotated output.
+
+        Returns:
+            The output of the first `inputs.heads` heads, in the dtype of `q`.
         """

@@ -273,8 +273,8 @@ def build_prefill(
             positions [track_lens - 128, track_lens), which must all be in this chunk.
         top_k: entries that a token selects in a CSA layer.
         max_length: length of the longest request after the step.
-        padding: number of padding tokens at the end of `positions`. They belong to one more request, SGLang's request
-            0, which has no state slot: they write nothing and attend to nothing.
+        padding: number of padding tokens at the end of `positions`. They belong to one more request, which is SGLang's
+            request 0. It has no state slot, so they write nothing and attend to nothing.
     """
     if padding:
         req_pool_indices, prefix_lens = pad(req_pool_indices, (0, 1)), pad(prefix_lens, (0, 1))

@@ -22,8 +22,9 @@ def align(width: int) -> int:
 
 
 class DecodeBuffers:
-    """Tensors of a decode step at fixed addresses. Speculation verifies several tokens per request
-    (docs/speculation.md).
+    """Tensors of a decode step at fixed addresses.
+
+    Speculation verifies several tokens per request (docs/guides/speculation.md).
 
     Args:
         max_requests: largest number of requests.

@@ -11,7 +11,7 @@ other half, together with the entry's scale, is applied to its logit and its pro
 powers of two, so the result equals that of dequantised entries.
 
 On the H200 one such program occupies a multiprocessor, and the kernel is bound by instructions and latency, not by
-bandwidth (docs/performance.md). Therefore:
+bandwidth (docs/benchmarks/results.md, "Kernels"). Therefore:
 
 - Pieces of 64 dims share a layout, so a thread computes the address of only one entry, and no address is computed in
   the layout of the products.

@@ -165,6 +165,9 @@ def attend_v41(
 
     Kernel launches depend on shapes only and lengths are read on the device, so CUDA graphs can capture the call.
     `splits` is the number of splits; None chooses it.
+
+    Returns:
+        Output [T, H, 512] in the dtype of `q`.
     """
     has_entries = entries is not None and entry_indices is not None and entry_lens is not None
     check_table("window", window, V41KVFormat.FP8)

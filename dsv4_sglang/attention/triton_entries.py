@@ -119,6 +119,7 @@ def inverse_rope_dims(rope_part, cos, sin, BLOCK_H: tl.constexpr):
 
 
 def table_stride(table: Tensor) -> int:
-    # A buffer of one block may have a size that is no valid block stride.
-    """Return the block stride of a KV buffer, 0 for a buffer of one block."""
+    """Return the block stride of a KV buffer in elements. 0 for a buffer of one block, whose size may be no valid
+    stride.
+    """
     return table.stride(0) if table.shape[0] > 1 else 0

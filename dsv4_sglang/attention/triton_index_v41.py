@@ -115,6 +115,9 @@ def index_topk_v41(
     """Compute the op `index_topk_v41` (`dsv4_sglang.ops.reference.read_v41` documents the tensors).
 
     Launches depend on shapes only; lengths are read on the device.
+
+    Raises:
+        ValueError: both `kept` and `within` are given.
     """
     reject_two_levels_at_once(kept, within)
     per_block = BLOCK_TOKENS // ratio

@@ -255,6 +255,13 @@ def products(q: torch.dtype, stored: KVFormat) -> tuple[tl.dtype, str]:
 
     bf16 queries with fp8 and bf16 entries use bf16 tensor cores. fp16 queries use tf32 tensor cores, which represent
     both operands exactly. All fp32 products run without tensor cores.
+
+    Args:
+        q: dtype of the queries.
+        stored: format of the entries.
+
+    Raises:
+        ValueError: unsupported dtype of the queries.
     """
     if stored is KVFormat.FP32 or q == torch.float32:
         return tl.float32, "ieee"
@@ -327,7 +334,16 @@ def plan_launch(q: Tensor, listed: int, fp8: bool, exact: bool, splits: int | No
 
 
 def check_table(name: str, table: Tensor, stored: EntryFormat) -> None:
-    """Raise ValueError unless the kernels can read the KV buffer `table` of format `stored`."""
+    """Check that the kernels can read a KV buffer.
+
+    Args:
+        name: name of the buffer in error messages.
+        table: KV buffer [blocks, entries per block, width].
+        stored: format of its entries.
+
+    Raises:
+        ValueError: wrong dtype, width, strides or alignment.
+    """
     width = stored.width
     if table.dtype != stored.dtype or table.shape[-1] != width:
         raise ValueError(

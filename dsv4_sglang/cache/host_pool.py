@@ -89,7 +89,16 @@ class HostMemory:
 
 
 def host_memory(nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> HostMemory:
-    """Allocate `HostMemory` on the NUMA node of `cpus`, by default the node of the GPU."""
+    """Allocate `HostMemory`.
+
+    Args:
+        nbytes: size in bytes, rounded up to whole pages.
+        device: device that accesses the memory. For a GPU it is pinned.
+        cpus: CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
+
+    Raises:
+        RuntimeError: as in `HostMemory`.
+    """
     if device.type != "cuda":
         return HostMemory(nbytes, device)
     with running_on(cpus_near(device) if cpus is None else cpus):
@@ -187,11 +196,19 @@ def _size(nbytes: int) -> str:
 
 
 class HostRowBuffer:
-    """Host memory `rows` [count, row_bytes] uint8. On a GPU saves go through a staging buffer of `staged` rows.
+    """Host memory `rows` [count, row_bytes] uint8. With a GPU, saves pass through a staging buffer on it.
 
     Args:
         name: name of `count` in error messages.
+        count: number of rows.
+        row_bytes: bytes of a row.
+        device: device of the data. With a GPU the memory is pinned.
         cpus: as in `HostBlockPool`.
+        staged: rows of the staging buffer.
+
+    Raises:
+        ValueError: `count` is below 1.
+        RuntimeError: as in `HostMemory`.
     """
 
     def __init__(
@@ -227,6 +244,7 @@ class HostBlockPool(HostRowBuffer):
         spare: bytes at the end of each row for other users. Rows are then whole pages.
 
     Raises:
+        ValueError: the pools are on several devices, or `num_blocks` is below 1.
         RuntimeError: the system does not provide or pin this much memory. The message has the requested size.
     """
 
@@ -263,7 +281,7 @@ class HostBlockPool(HostRowBuffer):
                 to.copy_(self._staging[first:last], non_blocking=True)
 
     def layers_with(self, layer: int, blocks: int) -> int:
-        """Return how many layers the launch for `layer` loads, 0 if an earlier launch has already loaded it.
+        """Return the number of layers that the launch for `layer` loads, 0 if an earlier launch has already loaded it.
 
         The first layer is loaded alone. `blocks` is the number of blocks in the load.
         """
@@ -319,7 +337,7 @@ def _row_layout(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]], int
 
 
 class FreeRows:
-    """Allocator of `size` rows. It hands out consecutive ascending rows if possible, so that data saved together can be
+    """Allocator of `size` rows. It allocates consecutive ascending rows if possible, so that data saved together can be
     copied together.
     """
 
@@ -403,6 +421,7 @@ class HostSnapshotPool(HostStates):
     states (`StateStorage.snapshot_tables`). It is a multiple of 128 bytes. `spare`: as in `HostBlockPool`.
 
     Raises:
+        ValueError: `num_snapshots` is below 1.
         RuntimeError: the system does not provide or pin this much memory. The message has the requested size.
     """
 

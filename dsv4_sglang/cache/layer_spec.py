@@ -1,4 +1,4 @@
-"""`LayerKVSpec`: what one layer stores. Pools, bytes and steps follow from it, whatever the model."""
+"""`LayerKVSpec`: the storage of one layer. Pools, bytes and steps of every model follow from it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _FP32_BYTES = 4
 
 
 class LayerKVSpec(ABC):
-    """What one layer stores: a window ring, compressed entries, index keys and a compressor state.
+    """Storage of one layer: a window ring, compressed entries, index keys and a compressor state.
 
     A model has a subclass of it. Bytes are those of the formats. Pools add the padding of blocks.
 
     Attributes:
-        draft_tokens: most tokens of a request in a verify step. 0 or 1: no speculation.
+        draft_tokens: maximum tokens per request in a verify step. 0 or 1: no speculation.
         key_format: format of index keys.
     """
 
@@ -28,12 +28,12 @@ class LayerKVSpec(ABC):
     @property
     @abstractmethod
     def kind(self) -> enum.Enum:
-        """Layers of one kind share tensors. Kinds are ordered as the enum lists them."""
+        """The kind of the layer. Layers of one kind share tensors. Kinds are ordered as the enum lists them."""
 
     @property
     @abstractmethod
     def ratio(self) -> int:
-        """Tokens of an entry that this layer writes. 0: it writes none."""
+        """Tokens per entry that this layer writes, 0 if it writes none."""
 
     @property
     @abstractmethod
@@ -85,7 +85,7 @@ class LayerKVSpec(ABC):
 
     @property
     def keeps_positions(self) -> bool:
-        """Return True if a library may ask for the positions of ring entries."""
+        """True if slots can store the positions of ring entries (`CacheLayout.position_parts`)."""
         return True
 
     @property

@@ -40,12 +40,12 @@ class CacheLayout(Generic[Spec]):
 
     Args:
         schemas: one spec per layer, in order.
-        device: where the pools are. It decides the padding of FP8 blocks.
-        sm100: in a layout that is only counted, whether that device is an SM100 GPU. None: ask the device.
-        draft_layers: layers of a draft model, the last ones.
+        device: device of the pools. The padding of FP8 blocks depends on it.
+        sm100: for a layout whose bytes are only computed, True if its device is an sm_100 GPU. None: query `device`.
+        draft_layers: number of layers of a draft model, which are the last ones.
 
     Raises:
-        ValueError: There are no layers, or layers that cannot share tensors: windows of several formats, several
+        ValueError: there are no layers, or layers that cannot share tensors: windows of several formats, several
             numbers of draft tokens, compressor states of several shapes in one kind.
     """
 
@@ -80,7 +80,14 @@ class CacheLayout(Generic[Spec]):
     ) -> CacheLayout[LayerCacheSchema]:
         """Return the layout of a V4 model.
 
-        `options` are those of `build_schema`. The last `draft_layers` of the schedule are those of a draft model.
+        Args:
+            config: configuration of the model.
+            schedule: kinds of the layers.
+            device, sm100, draft_layers: as in the class.
+            options: as in `build_schema`.
+
+        Raises:
+            ValueError: as in `build_schema` and in the class.
         """
         return CacheLayout(
             tuple(build_schema(config, spec, **options) for spec in schedule), device, sm100, draft_layers
@@ -113,7 +120,7 @@ class CacheLayout(Generic[Spec]):
         return next((schema for schema in self.schemas if schema.kept_units), None)
 
     def block_parts(self, blocks: int) -> Iterator[PoolPart]:
-        """Yield the paged half: entries and index keys of `blocks` blocks."""
+        """Yield the parts that grow with the tokens: entries and index keys of `blocks` blocks."""
         for kind in self.kinds:
             layers = self.layers(kind)
             schema, count = self.schemas[layers[0]], len(layers)
@@ -123,7 +130,7 @@ class CacheLayout(Generic[Spec]):
                 yield pool_part(f"{kind.name} index keys", shape, schema.key_format.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
-        """[layers, slots, R, width]"""
+        """Return the window rings of `slots` slots, [layers, slots, R, width]."""
         return self._entries(name, len(self.schemas), slots, self.ring_rows, self.ring_format)
 
     def make_rings(self, slots: int) -> Tensor:
@@ -131,20 +138,23 @@ class CacheLayout(Generic[Spec]):
         return make_kv_buffers(len(self.schemas), slots, self.ring_rows, self.ring_format, self.device)
 
     def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
-        """[layers of the kind, slots, rows, columns]. None if layers of the kind have no compressor state."""
+        """Return the compressor states of `slots` slots, fp32 [layers of the kind, slots, rows, columns], or None."""
         layers = self.layers(kind)
         shape = self.schemas[layers[0]].compressor_state_shape
         return shape and pool_part(f"{kind.name} compressor states", (len(layers), slots, *shape), torch.float32)
 
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
-        """Yield the half that does not grow: window rings and compressor states of `slots` slots."""
+        """Yield the parts of constant size: window rings and compressor states of `slots` slots."""
         yield self.rings(slots)
         yield from filter(None, (self.compressor_states(kind, slots) for kind in self.kinds))
 
     def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
         """Return the bookkeeping of `slots` slots: positions of ring entries, heads of rings, tokens in open windows.
 
-        It follows from the lengths of the requests, so a server does without.
+        It follows from the lengths of the requests, so a server does not store it.
+
+        Raises:
+            ValueError: the layers of this model keep no positions.
         """
         if not all(schema.keeps_positions for schema in self.schemas):
             raise ValueError("slots of this model keep no positions, which follow from lengths; give positions=False")
@@ -156,7 +166,9 @@ class CacheLayout(Generic[Spec]):
         )
 
     def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
-        """Yield what is alive of a state at a multiple of 128 (SPEC 6.6): the rings and the kept units of states."""
+        """Yield the parts of a state that are live at a multiple of 128 (SPEC 6.6): rings and kept units of compressor
+        states.
+        """
         yield self.rings(snapshots, "snapshot rings")
         if self.kept and (states := self.compressor_states(self.kept.kind, snapshots)):
             layers, _, _, columns = states.shape
@@ -164,7 +176,7 @@ class CacheLayout(Generic[Spec]):
             yield pool_part("snapshot compressor states", (layers, snapshots, rows, columns), states.dtype)
 
     def _entries(self, name: str, tables: int, blocks: int, entries: int, entry_format: EntryFormat) -> PoolPart:
-        """KV buffers, with the padding behind blocks."""
+        """Return KV buffers, with the padding after each block."""
         size = tables * blocks * block_stride_bytes(entries, entry_format, self.device, self.sm100)
         return PoolPart(name, (tables, blocks, entries, entry_format.width), entry_format.dtype, size)
 

@@ -22,15 +22,19 @@ class PagedKVPool:
       table. A flat layer (HCA) has [1, num_blocks, width], one entry per block (`LayerKVSpec.entry_table_shape`).
     - `index_keys` [num_blocks, n, width]: None in a layer without an indexer.
 
-    Views of the same memory, None in the unquantised formats:
+    Views of the same memory:
     - `entries_fp8` [num_blocks, n, 448] uint8, `entries_rope` [num_blocks, n, 64] bf16, `inv_scale` [num_blocks, n]
-      float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA)
-    - `indexer_keys_fp4` [num_blocks, 32, 64] uint8, `indexer_scales` [num_blocks, 32, 8] float8_e4m3fn; also None
-      where the layer has no indexer
-    - `flashmla_view`: `entries` with the head dimension that FlashMLA wants, [.., .., 1, 584] uint8.
+      float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA). None unless the format is V4's FP8.
+    - `flashmla_view`: `entries` with the head dimension that FlashMLA requires, [.., .., 1, 584] uint8. None unless the
+      format is V4's FP8.
+    - `indexer_keys_fp4` [num_blocks, n, 64] uint8, `indexer_scales` [num_blocks, n, 8] float8_e4m3fn. None without an
+      indexer or with unquantised keys.
 
-    A full block is never written again; an unwritten row is never read, since attention kernels stop at floor((t + 1) /
-    ratio).
+    A full block is never written again. An unwritten entry is never read, because attention kernels stop at
+    floor((t + 1) / ratio).
+
+    Raises:
+        ValueError: the layer writes no entries, or `num_blocks` is below 1.
     """
 
     def __init__(self, schema: LayerKVSpec, num_blocks: int, device: torch.device | str | None = None) -> None:

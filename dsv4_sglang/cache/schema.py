@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V4 stores: `LayerKVSpec` of window, CSA and HCA layers (SPEC 5, 6.1, 6.2)."""
+"""Storage of a layer of DeepSeek-V4: `LayerKVSpec` of window, CSA and HCA layers (SPEC 5, 6.1, 6.2)."""
 
 from __future__ import annotations
 
@@ -205,6 +205,9 @@ def compute_block_budget(
         max_context_len: tokens of each request.
         max_requests: number of requests.
         options: as in `build_schema`.
+
+    Raises:
+        ValueError: as in `build_schema`, or a length or number below 1.
     """
     for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
         if value < 1:

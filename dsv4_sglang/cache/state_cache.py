@@ -34,9 +34,12 @@ class StateStorage:
 
     Args:
         layout: layout of the model.
-        num_slots: number of state slots; ValueError below 1.
+        num_slots: number of state slots.
         snapshots: number of snapshots.
         positions: allocate `swa_pos`, `swa_head` and `tail_len`.
+
+    Raises:
+        ValueError: `num_slots` is below 1, or `positions` is given and the layers keep none (V4.1).
     """
 
     def __init__(self, layout: CacheLayout, num_slots: int, snapshots: int = 0, positions: bool = True) -> None:
@@ -74,8 +77,8 @@ class StateStorage:
             self.tail_len = torch.zeros(lengths, dtype=torch.int32, device=self.device)
 
     def _csa_compressor_states(self, layers: int, columns: int) -> Tensor:
-        """Allocate the compressor states of slots and snapshots together; those of slots [layers, slots, rows,
-        columns]."""
+        """Allocate the compressor states of slots and snapshots together. Return those of the slots, [layers, slots,
+        rows, columns]."""
         live, kept = self.num_slots * self._units_per_slot, self._kept
         units = live + self.snapshots * len(kept)
         self._compressor_state_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
@@ -85,7 +88,8 @@ class StateStorage:
         return self._compressor_state_units[:, :live].unflatten(1, (self.num_slots, self._units_per_slot)).flatten(2, 3)
 
     def _number_units(self) -> None:
-        """Units of slot 0 and of snapshot 0, which does not exist."""
+        """Write the unit indices of slot 0 and of snapshot 0. The latter does not exist; its indices are the base of
+        those of other snapshots."""
         kept, live = self._kept, self.num_slots * self._units_per_slot
         self._live_units.copy_(torch.tensor(kept, dtype=torch.int32))
         self._kept_units.copy_(torch.arange(live - len(kept), live, dtype=torch.int32))

@@ -86,8 +86,8 @@ class StepMetadata:
             snapshot is due.
         block_table: [B, NB] int32, block ids of each request. Undefined after its last block.
         window_indices: [T, W] int32, indices of window entries, oldest position first: in the rings in a decode step,
-            in the step's window workspace in a prefill step. W is 128, larger in a step whose tokens all see each
-            other.
+            in the step's window workspace in a prefill step. W is 128, or larger in a step whose tokens all attend to
+            each other.
         window_lens: [T] int32, number of valid window indices.
         csa_lens: [T] int32, entries that a CSA layer reads, at most its top k; all visible ones if none is given.
         hca_indices: [T, NB] int32, indices of HCA entries. Entry i of a request has the index of its block i.
@@ -118,9 +118,10 @@ class StepMetadata:
         return self.window_size == 0
 
     def first_tokens(self, tokens: Tensor) -> StepMetadata:
-        """Return the metadata of the first n tokens of a prefill step. Requests stay.
+        """Return the metadata of the first n tokens of a prefill step, with the same requests.
 
-        `tokens` [n] int64 are the pool slots of these tokens.
+        Args:
+            tokens: int64 [n], pool slots of these tokens.
         """
         n = tokens.shape[0]
         parts = {name: getattr(self, name)[:n] for name in PER_TOKEN}

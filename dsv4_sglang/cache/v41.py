@@ -1,4 +1,4 @@
-"""What a layer of DeepSeek-V4.1 stores: `LayerKVSpec` of its kinds, and the layout of a model (SPEC 11.5)."""
+"""Storage of a layer of DeepSeek-V4.1: `LayerKVSpec` of its kinds, and the layout of a model (SPEC 11.5)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,14 @@ class V41LayerSchema(LayerKVSpec):
 def v41_layout(
     schedule: Sequence[V41LayerSpec], device: torch.device, *, draft_tokens: int = 0, draft_layers: int = 0
 ) -> CacheLayout:
-    """Return the layout of a model's layers. The last `draft_layers` are DSPARK's stages."""
+    """Return the layout of a model.
+
+    Args:
+        schedule: roles of the layers.
+        device: device of the pools.
+        draft_tokens: as in `LayerKVSpec`.
+        draft_layers: number of DSPARK's stages, the last layers of `schedule`.
+    """
     kinds = [V41Kind(spec.ratio) if spec.role is Csa2Role.FULL else V41Kind.WINDOW for spec in schedule]
     schemas = tuple(V41LayerSchema(kind, draft_tokens) for kind in kinds)
     return CacheLayout(schemas, device, draft_layers=draft_layers)

@@ -127,6 +127,10 @@ class V41Step:
             layer: id of the layer.
             weights: weights of the layer.
             keys: [T, 128] bf16, the latents from `append`, multiplied by the indexer's matrix.
+
+        Raises:
+            ValueError: the layer has no index keys or was not appended last, or an input is missing or has a wrong
+                shape.
         """
         spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
         self._check_order("append_keys", spec)
@@ -150,6 +154,9 @@ class V41Step:
             weights: weights of the layer.
             q: [T, Hi, 128] bf16, raw index query before RoPE.
             head_weights: [T, Hi] fp32 or bf16, with or without the factors 128^-0.5 Hi^-0.5.
+
+        Raises:
+            ValueError: the layer does not select or was not appended last, or no layer has chosen its candidates.
         """
         spec, step = self.schedule[layer], self.metadata
         self._check_order("select", spec)
@@ -207,6 +214,9 @@ class V41Step:
 
         Returns:
             Output [T, H, 512] with the inverse RoPE applied.
+
+        Raises:
+            ValueError: the layer was not appended last, or its selection is missing (`selected`).
         """
         spec, step = self.schedule[layer], self.metadata
         self._check_order("attend", spec)

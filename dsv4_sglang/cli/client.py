@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
 # A server that listens on all addresses is reached on the loopback address.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# Copy of `srt.integrity.KEY`. An import of that module would import torch.
+# Copy of `srt.features.integrity.KEY`. An import of that module would import torch.
 INTEGRITY_KEY = "dsv4_sglang_integrity"
 SGLANG_PREFIX = "sglang:"
 
@@ -117,7 +117,11 @@ class Server(Endpoint):
         self.generate("Ready?", max_tokens=1, timeout=timeout)
 
     def generate(self, prompt: str, max_tokens: int, timeout: float = REQUEST_SECONDS) -> Answer:
-        """Generate at most `max_tokens` tokens greedily. Raises the errors of `send`."""
+        """Generate at most `max_tokens` tokens greedily.
+
+        Raises:
+            RuntimeError: the stream ends with an error. The errors of `send` propagate.
+        """
         body = {"text": prompt, "stream": True, "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0}}
         start = time.monotonic()
         first = 0.0
@@ -142,7 +146,8 @@ class Server(Endpoint):
     def integrity(self) -> list[dict[str, Any]]:
         """Return the integrity reports (`srt/features/integrity.py`) of all processes.
 
-        The list is empty if the check is off. Raises the errors of `send`.
+        The list is empty if the check is off. Raises RuntimeError if this is not a server of SGLang, and the errors of
+        `send`.
         """
         info = self.request("/server_info")
         if not isinstance(info, dict):

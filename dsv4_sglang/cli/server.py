@@ -181,7 +181,11 @@ class Endpoint:
             return text
 
     def ready(self, timeout: float) -> None:
-        """Return if the server accepts requests, else raise OSError."""
+        """Return if the server accepts requests.
+
+        Raises:
+            ConnectionError: the server answers with an error. The other errors of `send` propagate.
+        """
         try:
             self.request("/health", timeout=min(timeout, HEALTH_SECONDS))
         except RequestError as error:

@@ -25,9 +25,10 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 @storage.command("ls")
 def ls(folder: Folder) -> None:
-    """List pages by model: their weights, how many, bytes, the age since the last use, and whether a server uses them.
+    """List pages by model: weights, state, number of files, bytes, and the times since the oldest and the last use.
 
-    No server reads pages of former weights and former formats again, nor temporary files of killed processes.
+    The state is "used" if a server uses the pages. Pages of former weights and formats, and temporary files of killed
+    processes, are never read again.
     """
     from rich.console import Console
     from rich.table import Table
@@ -76,7 +77,7 @@ def prune(
     folder: Folder,
     name: Names = None,
     unused_days: Annotated[
-        float | None, typer.Option(min=0, help="Remove pages too that no server uses, nor has for so many days.")
+        float | None, typer.Option(min=0, help="Also remove pages that no server has used for N days.")
     ] = None,
 ) -> None:
     """Remove pages of former weights and former formats, and temporary files of killed processes.

@@ -199,7 +199,7 @@ def _show(frames: Iterable[Any], once: bool) -> None:
 
 
 def top(
-    url: Annotated[str, typer.Argument(help="Of the server, such as http://127.0.0.1:30000.")],
+    url: Annotated[str, typer.Argument(help="URL of the server, such as http://127.0.0.1:30000.")],
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 2.0,
     api_key: Annotated[str | None, typer.Option(help="The server's --api-key.")] = None,

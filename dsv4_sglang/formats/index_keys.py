@@ -1,10 +1,10 @@
 """Index keys: Hadamard rotation, FP4 quantisation, and the buffers that hold them (SPEC 2.5, 6.3).
 
-A key buffer is `[blocks, 32, width]`; a `KeyTable` is such a tensor with its format. The FP4 formats (uint8, width 72)
-use the NVFP4 container: a block holds 32 x 64 B of e2m1 pairs (element 2i in the low nibble), then 32 x 8 B of e4m3
-scales, one per 16 elements. There are two quantisers for it: MXFP4, the trained format (blocks of 32 with a
-power-of-two scale, whose byte is stored twice), and NVFP4 (blocks of 16). FP32, width 128, holds unquantised keys for
-exact tests.
+A key buffer is `[blocks, n, width]` with n keys per block of 128 tokens: 32 in V4's CSA layers, 64 or 128 in V4.1. A
+`KeyTable` is such a tensor with its format. The FP4 formats (uint8, width 72) use the NVFP4 container: a block holds
+n x 64 B of e2m1 pairs (element 2i in the low nibble), then n x 8 B of e4m3 scales, one per 16 elements. There are two
+quantisers for it. MXFP4 is the trained format: blocks of 32 elements with a power-of-two scale, its byte stored twice.
+NVFP4 has blocks of 16 elements. FP32, width 128, holds unquantised keys for exact tests.
 """
 
 from __future__ import annotations
@@ -85,7 +85,18 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 
 def quantise_keys(y: Tensor, key_format: KeyFormat) -> tuple[Tensor, Tensor]:
-    """Quantise rotated keys [N, 128] to packed e2m1 uint8 [N, 64] and e4m3 scale bytes uint8 [N, 8]."""
+    """Quantise rotated keys.
+
+    Args:
+        y: [N, 128].
+        key_format: MXFP4 or NVFP4.
+
+    Returns:
+        Packed e2m1 uint8 [N, 64] and e4m3 scale bytes uint8 [N, 8].
+
+    Raises:
+        ValueError: `key_format` is FP32.
+    """
     y = y.bfloat16().float()
     if key_format is KeyFormat.MXFP4:
         amax = y.unflatten(-1, (-1, 32)).abs().amax(-1).clamp_min(FP4_MAX * 2.0**-126)
@@ -127,11 +138,11 @@ def dequantise_keys(packed: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyViews:
-    """Views of the parts of an FP4 key buffer `[blocks, 32, 72]`.
+    """Views of the parts of an FP4 key buffer `[blocks, n, 72]`.
 
     Attributes:
-        fp4: [blocks, 32, 64] uint8, two e2m1 values per byte, element 2i in the low nibble.
-        scales: [blocks, 32, 8] float8_e4m3fn, one multiplier per 16 elements.
+        fp4: [blocks, n, 64] uint8, two e2m1 values per byte, element 2i in the low nibble.
+        scales: [blocks, n, 8] float8_e4m3fn, one multiplier per 16 elements.
     """
 
     fp4: Tensor
@@ -139,7 +150,7 @@ class KeyViews:
 
 
 class KeyTable(NamedTuple):
-    """Buffer of index keys, `data` [blocks, 32, width], with its format."""
+    """Buffer of index keys, `data` [blocks, n, width], with its format. Indices count through all blocks."""
 
     data: Tensor
     format: KeyFormat

@@ -42,7 +42,7 @@ _SM100_BLOCK_ALIGNMENT = ROW_BYTES
 
 
 class EntryFormat(Protocol):
-    """What pools ask of the format of a 512-dim entry."""
+    """Properties of the format of a 512-dim entry that pools use."""
 
     @property
     def value(self) -> str: ...
@@ -152,7 +152,7 @@ def bytes_at(strip: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Strips(Protocol):
-    """A KV buffer whose bytes are zero-copy views with the entries last but one."""
+    """KV buffer with views of its bytes. The second last dimension of each view is the entry."""
 
     @property
     def data(self) -> Tensor: ...

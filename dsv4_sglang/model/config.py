@@ -54,7 +54,8 @@ class ModelConfig:
     Sizes count elements, lengths count tokens.
 
     Raises:
-        ValueError: a field differs from `FIXED`, a count is below 1, or there are fewer ratios than layers.
+        ValueError: a field differs from `FIXED`, a count is below 1, there are fewer ratios than layers, or a ratio is
+            not one of the model's.
     """
 
     num_hidden_layers: int
@@ -135,6 +136,9 @@ class DSV4Config(ModelConfig):
     def ratio(self, layer_idx: int) -> int:
         """Return the compression ratio of a layer. MTP blocks have 0, with or without an entry in `compress_ratios`
         (SPEC 4.6).
+
+        Raises:
+            IndexError: the model has no such layer.
         """
         layers = self.num_hidden_layers + self.num_nextn_predict_layers
         if not 0 <= layer_idx < layers:

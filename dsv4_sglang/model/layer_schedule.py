@@ -26,6 +26,7 @@ class AttentionType(enum.Enum):
 
     @classmethod
     def from_ratio(cls, ratio: int) -> AttentionType:
+        """Return the kind of layers with this compression ratio. Raise ValueError for an unknown ratio."""
         for kind in cls:
             if kind.ratio == ratio:
                 return kind
@@ -49,6 +50,8 @@ class RouterMode(enum.Enum):
 
 @dataclass(frozen=True)
 class LayerSpec:
+    """Kind of one layer: its attention, its feed-forward part and its routing."""
+
     layer_idx: int
     attn: AttentionType
     ffn: FFNType

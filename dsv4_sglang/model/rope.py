@@ -12,10 +12,10 @@ from dsv4_sglang.model.v41 import V41Config
 def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the RoPE frequencies of a layer, fp32 [rope_dim / 2].
 
-    Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN. Dims that make more than
-    `beta_fast` turns within the original context keep their frequency, those below `beta_slow` turns are divided by
-    `factor`, those in between are interpolated. The order of operations is that of the released model, so results are
-    equal bit by bit.
+    Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN. Dims that rotate more than
+    `beta_fast` times within the original context keep their frequency. Frequencies of dims that rotate less than
+    `beta_slow` times are divided by `factor`, and those in between are interpolated. The order of operations is that of
+    the released model, so results are equal bit by bit.
 
     Args:
         config: configuration of the model.
@@ -29,7 +29,7 @@ def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.d
         yarn = config.yarn
 
         def dim_of(turns: float) -> float:
-            """Return the pair index whose frequency makes `turns` turns within the original context."""
+            """Return the pair index whose frequency makes `turns` rotations within the original context."""
             return dim * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(math.floor(dim_of(yarn.beta_fast)), 0)

@@ -52,9 +52,12 @@ class V41LayerSpec:
 class V41Config(ModelConfig):
     """A DeepSeek-V4.1 model. Fields as in config.json's `text_config`.
 
-    `compress_ratios[i]` is the ratio of the entries that layer i attends to, 0 for none. `kv_source_layer_ids` are the
-    layers that write entries. The list may be longer than `num_hidden_layers` (the additional entries are DSPARK's
-    stages).
+    `compress_ratios[i]` is the ratio of the entries that layer i attends to, 0 for none. The list may be longer than
+    `num_hidden_layers`; the additional entries are DSPARK's stages. `kv_source_layer_ids` are the layers that write
+    entries.
+
+    Raises:
+        ValueError: as in `ModelConfig`, or the source layers contradict the ratios or each other.
     """
 
     kv_source_layer_ids: tuple[int, ...]
@@ -218,6 +221,9 @@ def pair_rows(draft_tokens: int) -> int:
     token at an even position waits for its partner; the one at position t is in row t / 2 mod `pair_rows`. A step at
     length L reads that of L - 1 (if L is odd) and writes those of L .. L + d - 1, in any order. The next step begins at
     any of L + 1 .. L + d and reads that of the position before. So it needs 1 + d / 2 rows, rounded down.
+
+    Raises:
+        ValueError: `draft_tokens` is negative.
     """
     if draft_tokens < 0:
         raise ValueError(f"draft_tokens is {draft_tokens}; expected 0 or more")

@@ -76,7 +76,7 @@ def source_hash() -> str:
 
 
 def find_nvcc() -> Path:
-    """Return the CUDA compiler of CUDA_HOME, of PATH, or of DEFAULT_CUDA_HOME."""
+    """Return the CUDA compiler of CUDA_HOME, of PATH, or of DEFAULT_CUDA_HOME. Raise RuntimeError if none has one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     on_path = shutil.which("nvcc")
@@ -201,7 +201,11 @@ def _build(archs: Sequence[str], target: Path) -> None:
 
 
 def device_arch() -> str:
-    """Return the architecture of the current GPU as nvcc names it, with "a" if it has architecture-specific code."""
+    """Return the architecture of the current GPU as nvcc names it, with "a" if it has architecture-specific code.
+
+    Raises:
+        RuntimeError: there is no GPU, or it is older than sm_80.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -222,7 +226,11 @@ def find_prebuilt(arch: str, folder: Path = PREBUILT) -> Path | None:
 
 @functools.cache
 def load() -> Path:
-    """Register the CUDA ops, building them first if necessary. Return the library's path. Later calls do nothing."""
+    """Register the CUDA ops, building them first if necessary. Return the library's path. Later calls only return it.
+
+    Raises:
+        RuntimeError: there is no supported GPU, the library or its folder is not trusted, or the build fails.
+    """
     import torch
 
     from dsv4_sglang.ops import schemas  # noqa: F401  (the schemas that the library implements)

@@ -42,7 +42,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return the rounding between stages (SPEC 2.1, 3.4): to bf16 for bf16 activations, none for fp32 activations."""
+    """Return the rounding between stages (SPEC 2.1, 3.4): to bf16 for bf16 activations, none for fp32 activations.
+
+    Raises:
+        ValueError: any other dtype.
+    """
     if dtype == torch.bfloat16:
         return lambda x: x.bfloat16().float()
     if dtype == torch.float32:

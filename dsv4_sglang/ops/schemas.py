@@ -3,7 +3,8 @@
 Every op has one schema, defined here and independent of the compiled extension. It has a PyTorch implementation for CPU
 tensors (`dsv4_sglang.ops.reference`, written for readability and used as the oracle of the others), a CUDA
 implementation (`csrc/` or `dsv4_sglang.attention`), and a fake one for shape propagation. The docstring of the
-reference implementation documents the tensors, `dsv4_sglang.formats` their layout.
+reference implementation documents the tensors, `dsv4_sglang.formats` their layout. Where it names ValueError, the
+compiled implementation raises RuntimeError.
 """
 
 import torch

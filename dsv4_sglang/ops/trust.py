@@ -37,9 +37,9 @@ def require_own(path: Path, remedy: str) -> None:
 def reject_writable_by_all(path: Path, *, adding: bool = False) -> None:
     """Raise RuntimeError if every user of the machine can change or replace `path`.
 
-    With `adding` also if every user can add files to the folder. For a path that the user names, whose group is the
-    user's choice. A folder with the sticky bit, like /tmp, passes: all users may write to it, but only the owner of a
-    file can replace it.
+    With `adding` also if every user can add files to the folder. This check is for paths that the user names: access of
+    a group is the user's choice. A folder with the sticky bit, like /tmp, passes: all users may write to it, but only
+    the owner of a file can replace it.
     """
     real = path.resolve()
     for place in (real, real.parent):

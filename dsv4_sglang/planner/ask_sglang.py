@@ -1,4 +1,4 @@
-"""Ask SGLang, without starting a server, for its resolved flags and its model config."""
+"""Get SGLang's resolved flags and its model config without starting a server."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ class Gpu(NamedTuple):
     Attributes:
         memory: bytes that torch reports as `total_memory`.
         source: where that number was seen (of a B200, in github.com/pytorch/ao/pull/4002).
+        sm100: the architecture is sm_100, which pads blocks of FP8 entries.
         expert_runner: SGLang's `--moe-runner-backend` for FP4 experts.
     """
 

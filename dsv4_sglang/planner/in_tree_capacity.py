@@ -25,7 +25,7 @@ class InTreeCapacity(NamedTuple):
 
 
 def in_tree_capacity(config_json: str, available_gib: float, **given: Any) -> InTreeCapacity:
-    """Ask SGLang for the size of its pools.
+    """Compute the size of the pools of SGLang's own cache.
 
     Args:
         config_json: Text of the model's config.json.

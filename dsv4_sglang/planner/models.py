@@ -79,7 +79,8 @@ class Model:
         """Read a config.json and, if the folder has weights, the format of the routed experts.
 
         Raises:
-            KeyError, TypeError, ValueError: The config is not one of a DeepSeek-V4 model.
+            KeyError, TypeError, ValueError: The config is not one of a DeepSeek-V4 model, or the format of the experts
+                is unknown.
         """
         text = path.read_text()
         values: Any = json.loads(text)
@@ -121,7 +122,7 @@ class Model:
 
     @property
     def dspark(self) -> DSparkHead | None:
-        """The DSPARK head, which a checkpoint has instead of a NextN layer."""
+        """The DSPARK head, which a checkpoint has instead of a NextN layer. None without one."""
         fields = Fields(self.values)
         if not fields.get("dspark_target_layer_ids"):
             return None

@@ -12,7 +12,8 @@ def token_table_bytes(choice: Choice) -> int:
     """Return the size of SGLang's `req_to_token`: one int32 per token per request, and one row without a request.
 
     SGLang allocates it after sizing the pools, so it is outside of `--mem-fraction-static`. A row has room for the
-    context, the tokens of two verify steps, and the rest of their block (`get_req_to_token_extra_context_len`).
+    context and 4 tokens. With speculation it has room for the context, the tokens of two verify steps, and the rest of
+    their block (`get_req_to_token_extra_context_len`).
     """
     extra = 2 * choice.draft_tokens + BLOCK - 1 if choice.draft_tokens else 4
     return (choice.running // choice.dp + 1) * (choice.served_context + extra) * 4
@@ -39,8 +40,8 @@ def prefill_graph_bytes(choice: Choice) -> int:
 def activation_bytes(choice: Choice) -> int:
     """Return SGLang's estimate for activations (`pre_capture_activation_reserve_mb`).
 
-    It is 1.5 MiB per token of a chunk plus a constant, at least 10 GiB on large GPUs. The chunk includes all ranks of
-    DP attention, because the experts process the tokens of all.
+    It is 1.5 MiB per token of a chunk (at least 2,048 tokens), 128 MiB per process and 512 MiB. On GPUs above 60 GiB it
+    is at least 10 GiB. The chunk includes all ranks of DP attention, because the experts process the tokens of all.
     """
     mib = 512 + max(choice.chunk, 2048) * 3 // 2 + choice.tp * 128
     return max(mib, 10 * 1024 if choice.gpu.memory > 60 * GIB else 0) * MIB

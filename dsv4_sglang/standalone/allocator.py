@@ -44,12 +44,14 @@ class BlockAllocator:
         """Allocate `n` blocks, the most recently released first. Return their ids, [n] int32 on the device.
 
         Raises:
+            ValueError: `n` is negative.
             RuntimeError: fewer are free ("OOM", with the requested, free and total number). Nothing is allocated.
         """
         return self.acquire_with_host_ids(n)[0]
 
     def acquire_with_host_ids(self, n: int) -> tuple[Tensor, list[int]]:
-        """`acquire` that also returns the ids on the host, without waiting for the device."""
+        """Allocate blocks as `acquire` does. Return their ids on the device and on the host, without waiting for the
+        device."""
         self._reject_in_capture("acquire")
         if n < 0:
             raise ValueError(f"acquire: {n} blocks requested; expected 0 or more")

@@ -122,7 +122,11 @@ class LayerCacheHandle:
     def write_swa(self, raw_kv: Tensor) -> None:
         """Write final window entries (normalised and rotated) [T, 512] bf16 to the rings. FP8 rings only.
 
-        There may be more tokens than the window holds: the last 128 of a request are kept. Compressors are not updated.
+        There may be more tokens than a ring holds: the last R of a request are kept (R: entries of its ring, at least
+        128). Compressors are not updated.
+
+        Raises:
+            ValueError: the KV format is not FP8.
         """
         pool = self.state_pool
         if pool.swa_fp8 is None or pool.swa_rope is None or pool.swa_inv is None:

@@ -24,9 +24,12 @@ class Problem(enum.IntEnum):
     WRONG_POSITION = 8
 
     def describe(self, slot: int, position: int, slots: int) -> str:
-        """Return an error message for the token at `position` of the request in state slot `slot` of `slots`.
+        """Return an error message, empty for WRONG_POSITION, whose message comes from `RequestLengths.expected`.
 
-        The message of WRONG_POSITION comes from `RequestLengths.expected`.
+        Args:
+            slot: state slot of the request.
+            position: position of the token.
+            slots: number of state slots.
         """
         return {
             Problem.IDS: "request_ids: a request's tokens are not next to each other",

@@ -239,8 +239,8 @@ class KVCacheManager:
         the device.
 
         Raises:
-            ValueError: other length.
-            RuntimeError: `max_snapshots` snapshots are kept.
+            ValueError: `length` is not such a multiple, or no request holds `slot`.
+            RuntimeError: `max_snapshots` snapshots are kept, or only some layers have appended the last step.
         """
         blocks = self._blocks_of_request(slot)
         first, last = self._lengths.read(slot)
@@ -297,6 +297,7 @@ class KVCacheManager:
         """Allocate a block of 128 tokens for the request in `slot`, or one that no request owns. Return its id.
 
         Raises:
+            ValueError: no request holds `slot`.
             RuntimeError: "OOM", no block is free or the request already has the longest context.
         """
         self._settle(blocks=1)
@@ -339,7 +340,7 @@ class KVCacheManager:
 
         Raises:
             ValueError: no request holds the slot.
-            RuntimeError: "OOM", not enough host memory. Nothing changes.
+            RuntimeError: "OOM", not enough host memory, or the cache has none. Nothing changes.
         """
         blocks = list(self._blocks_of_request(slot))
         offloaded = self._host_side().save(slot, blocks, self._lengths.save(slot), stream)
@@ -403,7 +404,8 @@ class KVCacheManager:
         )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
-        """Return the handle of one layer for a step. Allocates nothing on the device."""
+        """Return the handle of one layer for a step. Allocates nothing on the device. Raise IndexError for a layer that
+        does not exist."""
         if not 0 <= layer_idx < len(self.schedule):
             raise IndexError(f"layer {layer_idx} is not in 0..{len(self.schedule) - 1}")
         return LayerCacheHandle(layer_idx, self.state_pools[layer_idx], self.paged_pools[layer_idx], step)

@@ -38,6 +38,9 @@ class StateCachePool:
     | index_tail_ka, _za, _kb, _zb | the same with 128 columns | CSA |
     | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (copy t % n) fp32 | HCA online |
     | tail_len | [slots] int32, tokens in the open window | CSA, HCA |
+
+    Raises:
+        ValueError: `storage` has another number of slots, or no position tables.
     """
 
     def __init__(
@@ -112,7 +115,13 @@ def _compressor_state_parts(schema: LayerCacheSchema, state: Tensor | None) -> d
 
 
 def resume_slot(storage: StateStorage, slot: int, length: int) -> None:
-    """Set the position tables of an empty slot: its rings hold the window of `length` tokens, a multiple of 128."""
+    """Set the position tables of an empty slot after its state was loaded from a snapshot.
+
+    Args:
+        storage: storage with position tables.
+        slot: the slot. Its rings hold the window of `length` tokens.
+        length: tokens of the snapshot, a multiple of 128.
+    """
     assert storage.swa_pos is not None and storage.swa_head is not None
     rows = storage.swa_pos.shape[2]
     window = torch.arange(length - WINDOW, length, dtype=torch.int32, device=storage.device)

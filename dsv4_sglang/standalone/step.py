@@ -78,6 +78,9 @@ class Step:
         tokens_per_request: see above.
         lengths: tokens of each request in each layer; None if the caller tracks them (`V41Cache`). A step without them
             is always read back.
+
+    Raises:
+        ValueError: a tensor has a wrong shape, dtype or device, or `tokens_per_request` does not fit.
     """
 
     def __init__(

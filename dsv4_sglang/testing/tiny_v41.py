@@ -120,6 +120,6 @@ def tiny_v41_tensors(spec: TinyV41Spec) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_tiny_v41(folder: str | Path, spec: TinyV41Spec | None = None) -> Path:
-    """Like `make_tiny`, for V4.1."""
+    """Write a V4.1 checkpoint to `folder` and return it. Errors are those of `make_tiny`."""
     spec = spec or TinyV41Spec()
     return write_checkpoint(Path(folder), spec, config_json(spec), tiny_v41_tensors(spec))

@@ -145,6 +145,7 @@ def _hca_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor
 
 
 def _hca_pool_raw(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
+    """Store k and z of the chunk's tokens in the raw state. Return the pooled completed windows, [D] each."""
     open_rows = chunk.length % HCA_RATIO
     pooled, begin = [], 0
     while begin < chunk.count:
@@ -159,9 +160,11 @@ def _hca_pool_raw(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Ten
 
 
 def _hca_pool_online(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
-    """Add rows in runs of the tokens that are written, in a decode step one by one.
+    """Update the online state (maximum, sum, accumulator) by the chunk's tokens. Return the completed windows, [D]
+    each.
 
-    So a draft token gets the same bits as after steps of one token.
+    Tokens are added in runs of `chunk.own`: one by one in a decode step, so that a draft token gets the same bits as
+    after steps of one token.
     """
     dim = k.shape[-1]
     state_copies = state.unflatten(0, (-1, HCA_ONLINE_ROWS))
@@ -338,6 +341,9 @@ def append_swa(
         swa_pos: int32 [slots, R].
         swa_head: int32 [slots], ring index of the next position.
         rope_dim: dims with RoPE.
+
+    Raises:
+        ValueError: `raw_kv` is not bf16, or the dims do not fit the rings.
     """
     if raw_kv.dtype != torch.bfloat16:
         raise ValueError(f"append_swa: raw_kv is {raw_kv.dtype}; expected torch.bfloat16")

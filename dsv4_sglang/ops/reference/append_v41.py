@@ -50,8 +50,8 @@ def append_v41(
         kv_norm, latent_norm: [512] norm weights, bf16 or fp32.
         rope: fp32 [positions, 64], interleaved cos and sin.
         eps: epsilon of the norms.
-        ratio: tokens per entry that the layer writes, 1 or 2; 0 if it writes none. slots, prefix_lens, query_start,
-            token_request, out_loc, track_slots: as in `append`.
+        ratio: tokens per entry that the layer writes, 1 or 2; 0 if it writes none.
+        slots, prefix_lens, query_start, token_request, out_loc, track_slots: as in `append`.
         ring: uint8 [slots, R, 528], R at least 128; written, position t at index t % R.
         compressor_state: fp32 [slots, rows, 1024] at ratio 2, with `model.v41.pair_rows` rows; written.
         entries: uint8 [blocks, 128 / ratio, 288], written at out_loc // ratio.
@@ -59,7 +59,8 @@ def append_v41(
         window: uint8 [1, T + 128 B, 528], written in a prefill step.
 
     Raises:
-        ValueError: more tokens per request in a decode step than supported, or an unknown ratio.
+        ValueError: more tokens per request in a decode step than supported, a `window` or `ring` of a wrong size, or an
+            unknown ratio.
     """
     check("append_v41", ratio in V41_RATIOS, f"ratio is {ratio}; expected 0, 1 or 2")
     state = compressor_state if ratio == 2 else None
@@ -123,14 +124,18 @@ def append_v41_keys(
     out_loc: Tensor,
     index_keys: Tensor,
 ) -> None:
-    """Write the index keys of the entries that a step completes (SPEC 11.4). Other arguments as in `append_v41`.
+    """Write the index keys of the entries that a step completes (SPEC 11.4).
 
     Args:
         keys: bf16 [T, 128], the latents that `append_v41` wrote, multiplied by the indexer's matrix. Only rows of
             tokens that complete an entry are read.
-        key_norm: [128] norm weight.
+        key_norm: [128] norm weight, bf16 or fp32.
+        rope, eps, slots, prefix_lens, query_start, token_request, out_loc: as in `append_v41`.
         ratio: 1 or 2.
         index_keys: uint8 [blocks, 128 / ratio, 72], written at out_loc // ratio, MXFP4 in the NVFP4 container.
+
+    Raises:
+        ValueError: `ratio` is not 1 or 2.
     """
     check("append_v41", ratio in V41_RATIOS[1:], f"ratio is {ratio}; expected 1 or 2 for keys")
     positions = token_positions(prefix_lens, query_start, token_request)

@@ -15,7 +15,7 @@ from dsv4_sglang.model.geometry import WINDOW
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`.
+    """Tokens of one request in the step: rows [begin, end) of the inputs, positions [length, length + count).
 
     The last `own` of them are written, the others are only read.
     """
@@ -46,6 +46,12 @@ def make_chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, by_toke
 
     All tokens of a decode step continue from the state before the step, in any order. Here the last token comes first,
     which is the hardest case for rings and compressor states.
+
+    Args:
+        slots: int32 [B], state slots. Requests with a negative slot are left out.
+        prefix_lens: int32 [B], tokens before the step.
+        query_start: int32 [B + 1], first token of each request.
+        by_token: one chunk per token instead of one per request.
     """
     starts, lengths = query_start.tolist(), prefix_lens.tolist()
     requests = [
@@ -59,7 +65,7 @@ def make_chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, by_toke
 
 
 def token_positions(prefix_lens: Tensor, query_start: Tensor, token_request: Tensor) -> Tensor:
-    """Return the position of each token of a step."""
+    """Return the position of each token of a step, int64 [T]. Arguments as in `append`."""
     request = token_request.long()
     return prefix_lens.long()[request] + torch.arange(len(request)) - query_start.long()[request]
 
@@ -80,7 +86,19 @@ def check_step(
     state_draft_tokens: int,
 ) -> None:
     """Check the size of the workspace of a prefill step, or the tokens per request of a decode step, which has none.
-    `compressor_state` supports `state_draft_tokens` of them."""
+
+    Args:
+        op: name of the op in error messages.
+        tokens: number of tokens, T.
+        requests: number of requests, B.
+        ring: [slots, R, w], window rings.
+        window: [1, T + 128 B, w], workspace of a prefill step; None in a decode step.
+        compressor_state: [slots, rows, D]; None without one.
+        state_draft_tokens: tokens per request that `compressor_state` supports in a decode step.
+
+    Raises:
+        ValueError: a size does not fit, or the requests of a decode step have different numbers of tokens.
+    """
     check(op, ring.shape[1] >= WINDOW, f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
     if window is not None:
         expected = tokens + WINDOW * requests

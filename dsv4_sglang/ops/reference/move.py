@@ -3,7 +3,8 @@
 `copy_state` and `update_rows` read the list of copies on the device, where an error cannot be raised without waiting. A
 launch with invalid input writes nothing and stores in `rejected` [1] int32, if given, the index of the first invalid
 pair or slice, -1 if there is none. Read it where waiting is allowed; every call and every replay of a graph overwrites
-it. Without `rejected` the kernel prints the error to stdout. On a CPU both ops raise ValueError.
+it. Without `rejected` the kernel prints the error to stdout. On a CPU both ops raise ValueError. Shapes and dtypes are
+checked on the host: a GPU raises RuntimeError for them.
 """
 
 from collections import Counter
@@ -93,8 +94,9 @@ def swap_blocks(
         offsets: byte of a host row at which the block of each pool begins. Overlaps are not checked.
 
     Raises:
-        ValueError: a row or byte range is not in `host`; nothing has been copied. On a CPU also for blocks. A GPU skips
-            a block that a pool does not have, and prints it.
+        ValueError: `blocks` and `rows`, or `pools` and `offsets`, have different lengths, a row is listed twice, or a
+            row or byte range is not in `host`. On a CPU also if a pool does not have a block. Nothing is copied. A GPU
+            raises RuntimeError instead. It skips a block that a pool does not have and prints it.
     """
     views = [pool.flatten(1).view(torch.uint8) for pool in pools]
     if len(offsets) != len(views):

@@ -178,7 +178,8 @@ def attend(
         q: [T, H, 512], normalised and rotated.
         sink: fp32 [H].
         window: KV buffer of the window entries.
-        window_indices: int32 [T, 128], indices of window entries, -1 for none.
+        window_indices: int32 [T, W], indices of window entries, -1 for none. W is 128, or larger in a step whose tokens
+            all attend to each other (`StepMetadata`).
         window_lens: int32 [T], number of valid window indices.
         entries: KV buffer of the compressed entries, None without.
         entry_indices: int32 [T, K], indices of compressed entries, -1 for none.
@@ -189,7 +190,7 @@ def attend(
         kv_format: code of the format of both buffers.
 
     Returns:
-        [T, H, 512] in q's dtype. A token that sees nothing gives zeros.
+        [T, H, 512] in q's dtype. The output of a token without keys is zero.
     """
     stored = KVFormat.from_code(kv_format)
     lists = [(KVBuffer(window, stored), window_indices, window_lens)]

@@ -12,9 +12,17 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 
 
 def index_query_v41(q: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
-    """Rotate and fake-quantise raw index queries [T, Hi, 128]. Returns fp32.
+    """Rotate and fake-quantise raw index queries.
 
     MXFP4 in blocks of 32 with an unlimited range of scales, because queries are not stored (SPEC 11.4, 11.6).
+
+    Args:
+        q: [T, Hi, 128] bf16 or fp32.
+        positions: [T].
+        rope: [positions, 64] fp32.
+
+    Returns:
+        fp32 [T, Hi, 128].
     """
     return mxfp4_values(rounding(q.dtype)(rotate(q.float(), positions, rope)))
 
@@ -58,7 +66,7 @@ def index_topk_v41(
         token_request: int32 [T].
         positions: int64 [T].
         rope: fp32 [positions, 64].
-        ratio: 1 or 2. The token at t sees floor((t + 1) / ratio) entries.
+        ratio: 1 or 2. The token at position t selects among floor((t + 1) / ratio) entries.
         candidate_block: entries of a candidate block.
         kept: int32 [T, C], receives the numbers of the candidate blocks in ascending order, then -1.
         within: int32 [T, C], candidate blocks that an earlier layer wrote to `kept`.
@@ -96,8 +104,16 @@ def attend_v41(
 ) -> Tensor:
     """Compute `attend` (`ops.reference.read`) over window entries of 528 B and compressed entries of 288 B (SPEC 11.4).
 
-    `window` is uint8 [.., .., 528], `entries` uint8 [.., .., 288]. All 512 dims of both are quantised, after the
-    rotation. `q` [T, H, 512] is rotated and not normalised. The inverse RoPE is applied to the output.
+    All 512 dims of both kinds of entries are quantised, after the rotation. The inverse RoPE is applied to the output.
+
+    Args:
+        q: [T, H, 512], rotated, not normalised.
+        window: uint8 [blocks, entries per block, 528].
+        entries: uint8 [blocks, 128 / ratio, 288], None without.
+        sink, window_indices, window_lens, entry_indices, entry_lens, positions, rope, scale: as in `attend`.
+
+    Returns:
+        [T, H, 512] in q's dtype. The output of a token without keys is zero.
     """
     lists = [(V41Table(window, V41KVFormat.FP8), window_indices, window_lens)]
     if entries is not None and entry_indices is not None and entry_lens is not None:

@@ -90,7 +90,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         draft_step: index of the draft model's decode step in a speculative round. 0 for the served model.
     """
 
-    # With speculation the host learns lengths one round late, and no step waits for them.
+    # With speculation the lengths reach the host one round late, and no step waits for them.
     needs_cpu_seq_lens = False
     # A recorded prefill step reads its metadata from `PrefillBuffers`, which each replay fills.
     use_captured_forward_metadata_for_breakable_cuda_graph = True
@@ -402,11 +402,11 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     ) -> None:
         """Write window entries for the tokens of the served model's last step, then take the snapshots that are due.
 
-        Entries of rejected drafts are written too. They are behind the request's length, and the ring has room for
-        them.
+        Entries of rejected drafts are written too. Their positions are beyond the request's length, and the ring has
+        room for them.
 
         Args:
-            layers: number in the cache, weights and raw projections [T, 512] of each layer.
+            layers: for each layer, its number in the cache, its weights and its raw projections [T, 512].
             out_loc: [T] token slots.
             requests: number of requests of a verify step, None after a prefill step.
         """
@@ -483,7 +483,11 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     def step_of_tokens(self, tokens: Tensor) -> StepMetadata:
         """Return the metadata of the step with `tokens` [T, ...]. A recorded step has padding tokens after those of its
-        batch. They are left out for a caller outside the graph."""
+        batch. They are left out for a caller outside the graph.
+
+        Raises:
+            RuntimeError: the metadata belongs to a step of another size.
+        """
         if self._recorded and self.metadata is not None and tokens.shape[0] < self.metadata.positions.shape[0]:
             return self.metadata.first_tokens(tokens)
         if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
@@ -519,7 +523,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self.kernel.attend(q, read, output_is_rotated=inputs.accepts_rotated_output)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
-        """Return the table rows `[T, top_k]` of the selected entries of each token."""
+        """Return the buffer indices of the entries that each token selects, int32 [T, top_k], -1 for none."""
         assert inputs.index_query is not None
         inputs.index_query.wait()
         tokens, width = step.positions.shape[0], self._score_width(step.block_table)
@@ -543,8 +547,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Memory of a step
 
     def _window(self, entries: int) -> Tensor:
-        """Return a KV buffer of `entries` window entries. All layers share it, since a layer reads only what it wrote
-        in the same step."""
+        """Return a KV buffer of `entries` window entries. All layers share it, since a layer reads only entries that it
+        wrote in the same step."""
         if self._recorded_workspace is not None and self._recorded_workspace.shape[1] >= entries:
             return self._recorded_workspace[:, :entries]
         if self._workspace is None or self._workspace.shape[1] < entries:

@@ -26,8 +26,8 @@ MAX_RECORDED_REQUESTS = 32
 def switch_on(server_args: Any) -> None:
     """Select breakable graphs and their sizes, unless flags say otherwise. Called while SGLang resolves its flags.
 
-    A decode server of a disaggregated deployment runs no prefill steps. SGLang does not record breakable graphs with a
-    memory saver, which gives memory of graphs back.
+    A decode server of a disaggregated deployment runs no prefill steps. SGLang does not record breakable graphs with
+    --enable-memory-saver, because it cannot release their memory.
     """
     args, given = compat.flags(server_args), compat.given_graph_settings(server_args)
     if args.device != "cuda" or args.disaggregation_mode == "decode" or args.cuda_graph_config is None:

@@ -75,8 +75,8 @@ def capture_graphs(original: Callable[..., None], worker: Any) -> None:
 
 
 def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> None:
-    """AROUND `compat.RESOLVE_DSPARK`: resolve the flags as on a GPU, but without CUDA graphs, in which the worker would
-    select drafts."""
+    """AROUND `compat.RESOLVE_DSPARK`: resolve the flags as on a GPU, but disable CUDA graphs. With graphs the worker
+    would select drafts inside one."""
     compat.set_flags(server_args, disable_cuda_graph=True, device="cuda")
     try:
         original(server_args)

@@ -20,14 +20,15 @@ Gather = Callable[..., None]
 def gather_replicated(
     global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
 ) -> None:
-    """Gather the tokens of all attention ranks, where all processes of a rank have the same `local_tokens`."""
+    """REPLACE `dp_attention.dp_gather_partial`: gather the tokens of all attention ranks. All processes of a rank have
+    the same `local_tokens`."""
     dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch, *arguments, **named)
 
 
 def gather_from_copy(
     original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
 ) -> None:
-    """Gather the tokens as the original does, but leave `local_tokens` unchanged."""
+    """AROUND `dp_attention.dp_gather_replicate`: leave `local_tokens` unchanged."""
     if get_parallel().attn_tp_size > 1:
         local_tokens = local_tokens.clone()
     original(global_tokens, local_tokens, forward_batch, *arguments, **named)
@@ -65,8 +66,10 @@ def sum_token_ids(*args: Any, **kwargs: Any) -> None:
 
 
 def all_gather(self: Any, output: Tensor, input: Tensor) -> None:
+    """REPLACE `GroupCoordinator.all_gather_into_tensor`: use `torch.distributed`."""
     torch.distributed.all_gather_into_tensor(output, input, group=self.device_group)
 
 
 def reduce_scatter(self: Any, output: Tensor, input: Tensor) -> None:
+    """REPLACE `GroupCoordinator.reduce_scatter_tensor`: use `torch.distributed`."""
     torch.distributed.reduce_scatter_tensor(output, input, group=self.device_group)

@@ -86,7 +86,7 @@ class AuditResult:
 
 
 def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
-    """Check the pools behind a scheduler's tree cache, between two iterations of the scheduler.
+    """Check the pools of a scheduler's tree cache, between two iterations of the scheduler.
 
     Reads tables and indices from the device and waits for it.
 
@@ -330,7 +330,7 @@ class _Tree:
                 )
         for place in (0, *places):
             if (known := registry.following(place)) != following[place]:
-                what = f"snapshots behind {place}" if place else "first snapshots of all paths"
+                what = f"snapshots after {place}" if place else "first snapshots of all paths"
                 yield Finding(what, f"the registry has {sorted(known)}, the tree {sorted(following[place])}")
         for place in sorted({*slots.nodes, *registry.held.nonzero()[0].tolist()} - places.keys()):
             yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
@@ -338,7 +338,7 @@ class _Tree:
             yield Finding(f"snapshot {place}", f"attached to node {places[place].id}, but missing in the registry")
 
     def _event_findings(self) -> Iterator[Finding]:
-        """The blocks that KV events have announced are those that a request would find."""
+        """Yield the blocks that KV events have announced and no request would find, and the other way round."""
         if self.cache.events is None:
             return
         from dsv4_sglang.srt.prefix_cache.events import announced_by_rule
@@ -422,14 +422,14 @@ def report(scheduler: Any) -> dict[str, Any]:
 
 
 def _announced(cache: Any) -> dict[str, dict[str, int]]:
-    """The number of blocks that KV events have announced by medium, and the sum of their hashes."""
+    """Return, by medium, the number of blocks that KV events have announced and the sum of their hashes."""
     events = getattr(cache, "events", None)
     media = {} if events is None else events.announced
     return {medium.value: {"blocks": len(blocks), "sum": sum(blocks)} for medium, blocks in media.items()}
 
 
 def requests_of(scheduler: Any) -> list[Any]:
-    """Return every request that a scheduler knows."""
+    """Return all requests of a scheduler: in batches, between chunks, in queues and between two servers."""
     batches = [scheduler.running_batch, scheduler.last_batch]
     if scheduler.enable_overlap:
         batches += [batch for batch, _ in scheduler.result_queue]

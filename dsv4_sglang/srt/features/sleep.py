@@ -37,8 +37,8 @@ UPDATES = {
 def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: release memory on a busy server too.
 
-    SGLang's function ends a server that is not idle, and one that is asked for the same tag twice. Here running
-    requests are retracted to the queue and wait until all memory is back.
+    SGLang's function ends a server that is not idle, and a server that gets the same tag twice. Here running requests
+    are retracted to the queue and wait until all memory is mapped again.
     """
     asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
     tags = [tag for tag in asked if tag in GPU_MEMORY_ALL_TYPES and tag not in updater.offload_tags]
@@ -95,12 +95,12 @@ def keep_paused(original: Callable[..., None], scheduler: Any, recv_req: Any) ->
 
 
 def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """AROUND the four `SchedulerWeightUpdaterManager.update_weights_from_*`: invalidate everything that other weights
-    have computed, on the device, the host and a storage, whether the update succeeds or fails half-way.
+    """AROUND the four `SchedulerWeightUpdaterManager.update_weights_from_*`: invalidate all cached results of the old
+    weights, on the device, the host and a storage, whether the update succeeds or fails half-way.
 
     This includes updates with `flush_cache` false, which marks one of several updates: a flush takes only a
-    millisecond here. Tokens of paused requests are recomputed too. SGLang ends a server that must flush beside such a
-    request.
+    millisecond here. Tokens of paused requests are recomputed too. SGLang ends the server if it has to flush the cache
+    while a request is paused.
     """
     if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
         reason = "the memory of the weights is released: call /resume_memory_occupation with the tag weights first"

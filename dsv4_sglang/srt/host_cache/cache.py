@@ -56,8 +56,8 @@ class HostPrefixCache(PrefixCache):
     def init_hicache(self, server_args: Any, params: Any) -> None:
         super().init_hicache(server_args, params)
         self.component.policy = server_args.hicache_write_policy
-        # Tell SGLang that the host need not have everything that the device has. This class decides what is saved and
-        # when, for every write policy.
+        # With this flag SGLang does not expect a host copy of every node. This class decides what is saved and when,
+        # for every write policy.
         self.is_write_back = True
         controller = self.cache_controller
         self.component.metrics.attach(self.full_kv_pool_host, self.mamba_pool_host, controller.saves, controller.loads)
@@ -117,8 +117,12 @@ class HostPrefixCache(PrefixCache):
 
     @contextmanager
     def keep_host_cache(self) -> Iterator[None]:
-        """Context manager around the release of device memory. First save everything on the device that the host has
-        room for. Inside, a flush does not empty the host cache."""
+        """Context manager around the release of device memory. First save the snapshots and blocks of the device, as
+        far as the host has room. Inside, a flush does not empty the host cache.
+
+        Raises:
+            RuntimeError: requests hold tokens of the device.
+        """
         blocks, slots = self.token_to_kv_pool_allocator, self.component.slots
         self.settle(())
         for slot in reversed(slots.registry.note_eviction_candidates(blocks.size, slots.num_slots)):
@@ -290,7 +294,7 @@ class HostPrefixCache(PrefixCache):
     def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
         """Evict a leaf of the device.
 
-        Blocks behind the last snapshot of a path have no value and are not saved. The exception is a node that others
+        Blocks after the last snapshot of a path have no value and are not saved. The exception is a node that others
         depend on: the host may have loaded the end of a path from a storage without the nodes above it.
         """
         core = self.tree_core
@@ -349,7 +353,7 @@ class HostPrefixCache(PrefixCache):
     def _evict_on_host(
         self, kind: ComponentType, count: int, slot: int = 0, path: Sequence[UnifiedTreeNode] = ()
     ) -> int:
-        """Free host memory (`_free_on_host`). Evictions count under what the memory is needed for."""
+        """Free host memory (`_free_on_host`). Count the evictions by the kind of memory that is needed."""
         with self.component.evicting(metrics.SLOTS if kind is ComponentType.MAMBA else metrics.BLOCKS):
             return self._free_on_host(kind, count, slot, path)
 
@@ -398,7 +402,7 @@ class HostPrefixCache(PrefixCache):
         return int(pool.available_size() - before)
 
     def _free_dangling_blocks(self, node: UnifiedTreeNode, path: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:
-        """Free the blocks behind the last snapshot of a path on the host, from this node upwards. Return the node of
+        """Free the blocks after the last snapshot of a path on the host, from this node upwards. Return the node of
         that snapshot if it is now the end of the path."""
         while self._is_end(node):
             if self._row(node) is not None:

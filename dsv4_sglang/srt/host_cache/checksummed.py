@@ -71,7 +71,7 @@ class ChecksummedEntries:
     def _usable(
         self, name: PoolName, pool: HostRows, keys: Sequence[str], indices: Tensor, found: list[bool]
     ) -> list[bool]:
-        """Return which pages of a host pool were found with a correct checksum. Discard the others."""
+        """Return, for each page of a host pool, True if it was found with a correct checksum. Discard the others."""
         names = self.names(name, keys)
         usable = [there and good for there, good in zip(found, pool.verify_checksum(indices, names))]
         if not all(usable):

@@ -98,23 +98,28 @@ def require_names(path: Path, variable: str) -> None:
 
 
 def page_checksum(name: str, content: Any) -> bytes:
-    """Return the checksum of a page's bytes without their last CHECKSUM_BYTES, and of what a storage calls the page."""
+    """Return the checksum of a page, CHECKSUM_BYTES bytes.
+
+    Args:
+        name: name of the page in the storage.
+        content: bytes of the page without its last CHECKSUM_BYTES, which hold the checksum.
+    """
     digest = hashlib.blake2b(name.encode(), digest_size=CHECKSUM_BYTES)
     digest.update(content)
     return digest.digest()
 
 
 _weights: dict[str, str] = {}
-"""What each name of pages that this process uses stands for."""
+"""Description of the weights by page name, for the names that this process uses."""
 
 
 def describe_weights(name: str, weights: str) -> None:
-    """Note for people which weights pages of this name belong to; `UsedFolder` writes it beside the pages."""
+    """Set a readable description of the weights of pages with this name. `UsedFolder` stores it beside the pages."""
     _weights[name] = weights
 
 
 def _described(name: str) -> str:
-    """The weights of a name, or of the name before an update of the weights."""
+    """Return the description for a name, or for the name before an update of the weights. "" if there is none."""
     if name in _weights:
         return _weights[name]
     before = next((weights for known, weights in _weights.items() if name.startswith(f"{known}-")), "")
@@ -195,7 +200,7 @@ def in_use(folder: Path, name: str) -> bool:
 
 
 def weights_of(folder: Path, name: str) -> str:
-    """Return which weights pages of this name belong to, "" if the folder does not say."""
+    """Return the description of the weights of pages with this name, "" if the folder has none."""
     try:
         return str(json.loads(_lock_file(folder, name).read_text())["weights"])
     except (OSError, ValueError, KeyError):
@@ -264,11 +269,11 @@ def clear(folder: Path, names: Sequence[str] = ()) -> tuple[list[StoredFile], li
     """Remove the pages that no server uses.
 
     Args:
-        folder: of the storage.
+        folder: folder of the storage.
         names: remove the pages of these models only; of all models if empty.
 
     Returns:
-        What was removed, and what a server uses and was kept.
+        The files that were removed, and those that were kept because a server uses them or a process may write them.
     """
     unneeded: list[StoredFile] = []
     kept: list[StoredFile] = []

@@ -15,7 +15,7 @@ from dsv4_sglang.srt.integration import compat
 
 log = logging.getLogger(__name__)
 
-# Remove an object even if it was just read. Mooncake otherwise refuses for some seconds.
+# Remove an object even if it was just read. Without this, Mooncake rejects the removal for some seconds.
 FORCE = True
 
 

@@ -51,6 +51,6 @@ def look_up(original: Callable[..., None], scheduler: Any, req: Any) -> None:
 
 
 def of_anchor(original: Callable[..., str | None], core: Any, node_id: int) -> str | None:
-    """AROUND `compat.PREFETCH_NAMESPACE`: return the tenant of the pages that are looked up behind a node."""
+    """AROUND `compat.PREFETCH_NAMESPACE`: return the tenant of the pages that are looked up after a node."""
     found = original(core, node_id)
     return getattr(core, "tenant", None) if found is None else found

@@ -93,7 +93,7 @@ class HostRows(HostKVCache):
 
     @synchronized
     def free_rows(self) -> list[int]:
-        """Return the free rows, as `alloc` would hand them out."""
+        """Return the numbers of the free rows, ascending."""
         return self._rows.free().tolist()
 
     # Indices

@@ -18,7 +18,10 @@ MORE_SNAPSHOTS = 11 / 8
 
 @dataclass(frozen=True)
 class HostDemand:
-    """Number of blocks and snapshots on the host, and their bytes, without padding."""
+    """Number of blocks and snapshots on the host, and the bytes of one of each: a host row with its padding.
+
+    `bytes` is the total. The allocations are rounded up to whole pages in addition.
+    """
 
     blocks: int
     snapshots: int
@@ -44,9 +47,9 @@ def host_demand(
     """Compute the size of the host cache.
 
     The total is `size_gb`, or `ratio` times the memory of the device's blocks and snapshots. It is divided so that the
-    host has MORE_SNAPSHOTS times as many snapshots per block as the device. The device counts with
-    SNAPSHOT_SHARE of its memory, or with its actual snapshots if the option `max_snapshots` is set. Without the option
-    a small pool has extra snapshots for running requests, which the host does not need.
+    host has MORE_SNAPSHOTS times as many snapshots per block as the device. For this, the device's snapshots are
+    SNAPSHOT_SHARE of its memory, or its actual snapshots if the option `max_snapshots` is set. Without the option a
+    small pool has extra snapshots for running requests, which the host does not need.
 
     Args:
         device_blocks: blocks on the device.

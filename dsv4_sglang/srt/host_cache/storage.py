@@ -46,9 +46,9 @@ LOOKS = 16
 class FolderEvictor(LRUFileEvictor):
     """Keep all pages of a folder within SGLang's size limit, including those of other servers and former weights.
 
-    SGLang's evictor sees the pages of one name only. Here, pages that no server can read again are evicted first, then
-    pages that no server uses. Within a state the least recently used page is evicted first. Modification times of the
-    files record their last use, so that all servers of a folder agree.
+    SGLang's evictor counts the pages of one name only. Here, pages that no server can read again are evicted first,
+    then pages that no server uses. Within a state the least recently used page is evicted first. Modification times of
+    the files record their last use, so that all servers of a folder agree.
     """
 
     _written = 0
@@ -163,7 +163,7 @@ class FileStorage(HiCacheFile):
         return True
 
     def _forget(self) -> None:
-        """Drop cached knowledge of the folder, because its content has changed."""
+        """Drop the cached list of the folder's files, because the folder has changed."""
         if self.metadata_cache is not None:
             self.metadata_cache.clear()
         compat.forget_files(self)

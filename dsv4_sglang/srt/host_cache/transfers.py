@@ -144,7 +144,7 @@ class TransferController(HybridCacheController):
 
 
 class HostStack(StackStrategy):
-    """Builder of the host pools and controller. It is registered last, so SGLang asks it first."""
+    """Builder of the host pools and controller. SGLang tries the strategy that was registered last first: this one."""
 
     def __init__(self, max_snapshots: int | None, host_snapshots: int | None) -> None:
         """`max_snapshots`, `host_snapshots`: the options of these names."""

@@ -49,7 +49,8 @@ class Load:
 
     @property
     def has_begun(self) -> bool:
-        """True if the device has started the load. Before that it waits for earlier steps, which is not its fault."""
+        """True if the device has started the load, or while the scheduler launches it. A launched load that waits for
+        earlier steps has not begun, so the limit does not count that time."""
         return self.ack is None or self.ack.start_event.query()
 
     @property

@@ -1,6 +1,6 @@
 """SGLang's releases and private names, and everything that depends on them.
 
-Names with a leading underscore may change without notice. They are used in this module only, behind functions with a
+Names with a leading underscore may change without notice. They are used in this module only, in functions with a
 stated purpose. Differences between the supported releases are here too, one function or constant per difference. To add
 a release, see docs/design/adding_a_release.md. Before a server starts, `sglang_contract` compares the installed SGLang
 with what hooks and overrides rely on.
@@ -177,7 +177,7 @@ OVERRIDES = (
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
         "dsv4_sglang.srt.host_cache.cache.HostPrefixCache",
         _execute_and_commit_kv_backup="SGLang saves every inserted node; here the most valuable snapshots are first",
-        _evict_device_leaf="with write_back it saves blocks behind the last snapshot, from which no request can resume",
+        _evict_device_leaf="with write_back it saves blocks after the last snapshot, from which no request can resume",
     ),
     *_overridden(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController",
@@ -383,7 +383,7 @@ def committed_len(req: Any) -> int:
 
 
 def seconds_since_created(req: Any) -> float:
-    """Seconds since the HTTP server received a request, or the scheduler if the HTTP server did not say when."""
+    """Return the seconds since the HTTP server received a request, or since the scheduler did if that is unknown."""
     times = req.time_stats
     return time.perf_counter() - (times.created_time or times.scheduler_recv_time)
 
@@ -407,7 +407,7 @@ def idle_differences(scheduler: Any) -> list[str]:
 
 
 def check_tree(cache: Any) -> None:
-    """Run SGLang's check of its tree, which it runs when it is idle. It raises AssertionError.
+    """Run the check of the tree that an idle scheduler of SGLang runs. It raises AssertionError.
 
     The check assumes that no copy is running. Since 0.5.23 it looks for nodes on device and host in a list that
     contains them only after their load. Before, it looks for snapshots on the host in a list from which a running copy
@@ -489,7 +489,7 @@ def inserted_before(length: int) -> dict[str, Any]:
 
 
 def event_queue(block: int) -> Any:
-    """A queue of KV events (`add`, `take`). Since 0.5.23 it joins those of blocks that follow each other."""
+    """Return a queue of KV events (`add`, `take`). Since 0.5.23 it joins the events of consecutive blocks."""
     if not IS_0_5_23:
         events: deque[Any] = deque()
         return SimpleNamespace(add=events.append, take=lambda: [events.popleft() for _ in range(len(events))])
@@ -500,8 +500,8 @@ def event_queue(block: int) -> Any:
 
 
 def record_events(core: Any, recorder: Any) -> None:
-    """Let a tree tell `recorder` of its blocks, in the place of SGLang's recorder. Raises AttributeError if the tree
-    records events in another way."""
+    """Make a tree report its blocks to `recorder` instead of SGLang's recorder. Raise AttributeError if the tree
+    records events in a different way."""
     calls = {"kv_events": recorder}
     if not IS_0_5_23:
         calls = {

@@ -50,7 +50,7 @@ def on_grid(tokens: int) -> bool:
     return tokens <= 0 or tokens % BLOCK == 0
 
 
-# Storages behind the host cache.
+# Storages of the host cache.
 STORAGES = ("file", "nixl", "mooncake")
 _OWN_BACKEND = "this cache has an attention backend of its own; leave it out"
 

@@ -70,9 +70,9 @@ def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         backend = f"--cuda-graph-backend-decode {graphs.decode.backend}"
         yield backend, "a decode step, metadata included, is one graph; give full or disabled"
     if _is_on(os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE")):
-        yield "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "snapshots hang on SGLang's unified radix tree"
+        yield "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "snapshots need SGLang's unified radix tree; leave it out"
     if _is_on(os.environ.get("SGLANG_RUST_SERVER")):
-        yield "SGLANG_RUST_SERVER", "its requests pass by the validation of their fields; leave it out"
+        yield "SGLANG_RUST_SERVER", "its requests bypass the validation of fields; leave it out"
 
 
 def _attention_ranks(args: Any) -> int:
@@ -87,7 +87,7 @@ def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
     if args.dp_size > ranks:
         yield (
             f"--dp-size {args.dp_size}",
-            "copies of the model share nothing: start as many servers, or give --enable-dp-attention",
+            f"copies of the model share no cache: start {args.dp_size} servers, or give --enable-dp-attention",
         )
     if ranks < 2:
         return
@@ -116,11 +116,11 @@ def _rejected_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
         return
     mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
     if mode != "static":
-        reason = "a verify step has as many tokens of each request; give static, or leave it out"
+        reason = "a verify step has the same number of tokens of each request; give static, or leave it out"
         yield f"SGLANG_RAGGED_VERIFY_MODE={mode}", reason
     if args.enable_dp_attention:
         reason = (
-            "SGLang wants --enable-dp-lm-head with it, which has not been tested here; give EAGLE, or --tp-size alone"
+            "SGLang requires --enable-dp-lm-head with it, which has not been tested; give EAGLE, or --tp-size alone"
         )
         yield "--speculative-algorithm DSPARK with --enable-dp-attention", reason
 
@@ -131,13 +131,13 @@ def _rejected_with_host_cache(args: Any) -> Iterable[tuple[str, str]]:
     if not args.enable_hierarchical_cache:
         if storage in STORAGES:
             name = f"--hicache-storage-backend {storage}"
-            yield name, "it stands behind the host cache; give --enable-hierarchical-cache"
+            yield name, "it extends the host cache; give --enable-hierarchical-cache"
         return
     variable = STORAGE_FOLDERS.get(storage)
     if variable is not None and args.load_format == "dummy" and not variable.get():
         yield (
             f"--hicache-storage-backend {storage} with --load-format dummy",
-            "what random weights compute is stored only in a folder that is named; "
+            "results of random weights are stored only in a folder that is named; "
             f"set {variable.name}, or leave the storage out",
         )
 
@@ -148,7 +148,10 @@ def _rejected_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
     if mode == "null":
         return
     if args.device == "cpu" and args.disaggregation_transfer_backend == "nixl":
-        yield "--disaggregation-transfer-backend nixl", "SGLang has it take memory of GPUs only; give mooncake_tcp"
+        yield (
+            "--disaggregation-transfer-backend nixl",
+            "SGLang registers only memory of GPUs with it; give mooncake_tcp",
+        )
     if args.enable_dp_attention:
         reason = "with --enable-dp-attention it has not been tested; give --tp-size alone"
         yield f"--disaggregation-mode {mode}", reason
@@ -164,7 +167,7 @@ def _rejected_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
     if not args.enable_memory_saver:
         return
     if args.device == "cpu":
-        reason = "it gives back memory of a GPU; leave it out: a server without it sleeps and wakes, too"
+        reason = "it releases memory of a GPU; leave it out: a server without it sleeps and wakes, too"
         yield "--enable-memory-saver", reason
     if args.disaggregation_mode != "null":
         reason = f"with --disaggregation-mode {args.disaggregation_mode} it has not been tested"
@@ -209,8 +212,8 @@ def _rejected_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
     if hf_config.context_len > hf_config.max_position_embeddings:
         yield (
             f"--context-length {hf_config.context_len}",
-            f"the model has positions for {hf_config.max_position_embeddings} tokens, and rotations behind them are "
-            'not in its tables; "max_position_embeddings" in --json-model-override-args makes these longer',
+            f"the model has positions for {hf_config.max_position_embeddings} tokens; give that or less, or extend its "
+            'RoPE tables with "max_position_embeddings" in --json-model-override-args',
         )
 
 
@@ -228,11 +231,11 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
         if (value := getattr(args, field)) != served:
             yield _named(field, value), f"{untested}; leave it out"
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
-        reason = "rows of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
+        reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
     for option in ("entry_format", "indexer_format", "hca_state"):
         if (value := getattr(options, option)) != getattr(Options(), option):
-            yield f"the option {option} {value}", "DeepSeek-V4.1 has one format of each kind of rows; leave it out"
+            yield f"the option {option} {value}", "DeepSeek-V4.1 has one format for each kind of entry; leave it out"
     if getattr(hf_config, "engram_layer_ids", None):
         yield "a checkpoint with Engram layers (engram_layer_ids)", f"without a GPU {untested}"
     if getattr(hf_config, "vision_n_layers", 0):

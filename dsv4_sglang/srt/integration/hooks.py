@@ -176,7 +176,7 @@ def hooks_of(context: ServerContext, on_cpu: bool) -> tuple[Hook, ...]:
             (SRT + "managers.scheduler.Scheduler.get_new_batch_prefill", snapshot_schedule.recheck_queue),
         ),
         *_because(
-            "a retraction that frees memory must be told from one of all requests",
+            "a retraction that frees memory must be distinguished from a retraction of all requests",
             (SRT + "managers.schedule_batch.ScheduleBatch.release_req", snapshot_schedule.retract_for_memory),
         ),
         *_because(

@@ -1,4 +1,4 @@
-"""Command, flags and environment of a server. Only this module knows what SGLang needs without a GPU.
+"""Command, flags and environment of a server, including all that SGLang needs without a GPU.
 
 It imports neither torch nor SGLang, so that it can run before the environment is set.
 """
@@ -66,7 +66,8 @@ def has_gpu() -> bool:
 def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """Return the last value of a flag, None if it is not there, "" if it has none; and the other flags.
 
-    An abbreviation counts: SGLang's parser, whose import takes 5 s, takes it for the same flag or calls it ambiguous.
+    An abbreviation counts: SGLang's parser accepts it as the same flag or rejects it as ambiguous. That parser is not
+    used here, because its import takes 5 s.
     """
     parser = ArgumentParser(add_help=False)
     parser.add_argument(name, dest="value", nargs="?", const="")
@@ -146,7 +147,10 @@ def cpu_environment(environment: Mapping[str, str] = os.environ) -> dict[str, st
 
 
 def prepare_this_process(cpu: bool) -> None:
-    """Set the environment for SGLang in this process and its children. Call it before the first import of SGLang."""
+    """Set the environment for SGLang in this process and its children.
+
+    Call it before the first import of SGLang. Otherwise it raises RuntimeError on a CPU.
+    """
     if not cpu:
         return
     if "sglang.srt" in sys.modules:
@@ -166,6 +170,9 @@ def engine_arguments(
         cpu: add defaults for a CPU.
         overrides: value of --json-model-override-args, with options of this package.
         arguments: other arguments, which replace the defaults for a CPU.
+
+    Raises:
+        LaunchError: the overrides are invalid.
     """
     defaults: dict[str, object] = {}
     if cpu:

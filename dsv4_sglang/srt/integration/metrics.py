@@ -60,7 +60,7 @@ METRICS = (
     Metric("build_info", GAUGE, "Always 1; the label has this package's version.", "version", (__version__,)),
     Metric("prompt_tokens", COUNTER, "Tokens of the requests that began; a request counts again after a retraction."),
     Metric("hit_tokens", COUNTER, "Those tokens that came from the cache, by place.", "source", SOURCES),
-    Metric("lost_tokens", COUNTER, "Tokens whose blocks were cached, computed again for want of a snapshot."),
+    Metric("lost_tokens", COUNTER, "Tokens computed again although their blocks were cached: there was no snapshot."),
     Metric("first_token_seconds", HISTOGRAM, "Time to the first token.", "cache", (HIT, MISS), FIRST_TOKEN_BUCKETS),
     Metric(
         "reuse_interval_requests",
@@ -75,7 +75,13 @@ METRICS = (
     Metric("snapshots_taken", COUNTER, "Snapshots taken."),
     Metric("snapshots_skipped", COUNTER, "Snapshots not taken: no slot was free or worth evicting."),
     Metric("snapshots_resumed", COUNTER, "Requests that resumed from a snapshot."),
-    Metric("snapshots_evicted", COUNTER, "Snapshots evicted from the device, by what was needed.", "reason", REASONS),
+    Metric(
+        "snapshots_evicted",
+        COUNTER,
+        "Snapshots evicted from the device, by the resource that was needed.",
+        "reason",
+        REASONS,
+    ),
     Metric("snapshot_copied_bytes", COUNTER, "Bytes copied to snapshots and from them."),
     Metric("snapshot_timed_bytes", COUNTER, "Those bytes that prefill steps copied."),
     Metric("snapshot_copy_seconds", COUNTER, "Device time of the copies of prefill steps."),
@@ -92,11 +98,11 @@ HOST_METRICS = (
     Metric("host_load_seconds", HISTOGRAM, "Device time of one load.", buckets=COPY_BUCKETS),
     Metric("host_wait_seconds", COUNTER, "Device time that steps waited for the first layer of a load."),
     Metric("host_saves_skipped", COUNTER, "Snapshots not saved: the host cache had no room for them."),
-    Metric("host_loads_failed", COUNTER, "Hits in the host cache computed again for want of room on the device."),
+    Metric("host_loads_failed", COUNTER, "Hits in the host cache computed again because the device had no room."),
     Metric(
         "host_snapshots_evicted",
         COUNTER,
-        "Snapshots evicted that only the host cache had, by what was needed.",
+        "Snapshots evicted that only the host cache had, by the resource that was needed.",
         "reason",
         (SLOTS, BLOCKS),
     ),
@@ -230,7 +236,7 @@ class CacheMetrics:
         rate = f" at {timed / seconds / 1e9:.0f} GB/s" if seconds and timed else ""
         lines = [
             f"prefix cache: {total['prompt_tokens']:.0f} prompt tokens, {total['hit_tokens']:.0f} hit, "
-            f"{total['lost_tokens']:.0f} lost for want of a snapshot",
+            f"{total['lost_tokens']:.0f} lost without a snapshot",
             f"snapshots: {self.held} of {self._slots.num_slots} held, {total['snapshots_taken']:.0f} taken, "
             f"{total['snapshots_evicted']:.0f} evicted, {total['snapshots_skipped']:.0f} not taken, "
             f"{total['snapshots_resumed']:.0f} resumed from; {total['snapshot_copied_bytes'] / 1e9:.2f} GB copied, of "

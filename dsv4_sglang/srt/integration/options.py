@@ -17,7 +17,7 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 FLAG = "--json-model-override-args"
 KEY = "dsv4_sglang"
-# Similarity from which a key is taken for a misspelt KEY. Keys of model configs that SGLang and transformers read reach
+# Similarity from which a key counts as a misspelt KEY. Keys of model configs that SGLang and transformers read reach
 # 0.53 at most.
 ALIKE = 0.6
 

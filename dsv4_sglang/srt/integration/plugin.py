@@ -59,7 +59,12 @@ class OptIn:
         self.context: ServerContext | None = None
 
     def before_model_config(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
-        """Install the cache if the server opts in. All model configs of a process must have the same options."""
+        """Install the cache if the server opts in.
+
+        Raises:
+            LaunchError: the server cannot be started.
+            ValueError: an earlier model config of this process had other options.
+        """
         from dsv4_sglang.srt.integration.options import from_override_args
 
         options = from_override_args(server_args.json_model_override_args)

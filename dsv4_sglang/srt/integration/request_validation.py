@@ -136,7 +136,8 @@ def _check_lengths(request: Any) -> None:
 
 
 def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None:
-    """AROUND `compat.SEND_TO_SCHEDULER`, which sends every request of a process: check the message `obj` first."""
+    """AROUND `compat.SEND_TO_SCHEDULER`, which sends every request of a process: check the message `obj` first. Raise
+    ValueError for an invalid field."""
     for request in _requests_of(obj):
         _check_types(request)
         if manager.enable_metrics:
@@ -163,7 +164,10 @@ def _requests_of(message: Any) -> Iterable[Any]:
 
 
 def _check_types(request: Any) -> None:
-    """Send the request to nobody, by SGLang's encoding with types: by default it sends objects of any type."""
+    """Encode and decode a request with SGLang's typed encoding, without sending it, so that wrong types are rejected.
+
+    SGLang's default encoding accepts objects of any type.
+    """
     from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 
     sent = copy.copy(request)
@@ -179,7 +183,7 @@ def _check_types(request: Any) -> None:
 
 @cache
 def _objects() -> list[str]:
-    """Fields of a request that SGLang pickles, none of which a client sets."""
+    """Return the fields of a request that SGLang pickles. A client sets none of them."""
     from sglang.srt.managers.io_struct import PickleWrapper, TokenizedGenerateReqInput
 
     hints = get_type_hints(TokenizedGenerateReqInput)
@@ -187,7 +191,7 @@ def _objects() -> list[str]:
 
 
 def _with_name(error: str, request: Any) -> str:
-    """The error of a message whose fields are an array, the tag first, with the name of the field."""
+    """Return the decoder's error with the name of the field. The message encodes fields as an array, the tag first."""
     place = re.search(r"at `\$\[(\d+)\]", error)
     if place is None:
         return error
@@ -196,7 +200,7 @@ def _with_name(error: str, request: Any) -> str:
 
 
 def _invalid_values(request: Any, vocabulary: int) -> Iterator[tuple[str, object, str]]:
-    """(field, value, what was expected) of what is out of its bounds."""
+    """Yield (field, value, expected value) for each value that is out of bounds."""
     ids, params = request.input_ids, request.sampling_params
     in_vocabulary = f"token ids of the model, 0 to {vocabulary - 1}"
     if not ids:

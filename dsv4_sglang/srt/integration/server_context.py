@@ -1,4 +1,4 @@
-"""Decisions of one server in this process, and the hooks through which SGLang asks for them."""
+"""Decisions of one server in this process, and the hooks through which SGLang gets them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,11 @@ class ServerContext:
             reject_resolved(compat.flags(server_args))
 
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
-        """Check the flags and declare the settings of this cache, in addition to SGLang's of the model."""
+        """Check the flags, and add the settings of this cache to SGLang's declarations for the model.
+
+        Raises:
+            LaunchError: the flags or the model are not supported.
+        """
         if architecture != ARCHITECTURE:
             raise LaunchError(f"the model is a {architecture}; expected {ARCHITECTURE}")
         reject_given(server_args, hf_config, self.options)

@@ -1,4 +1,4 @@
-"""Number of tokens of the KV pool, as SGLang asks for it, computed for blocks of this cache."""
+"""Number of tokens of the KV pool, computed for blocks of this cache in SGLang's interface."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dsv4_sglang.srt.memory.sizing import require_context, tokens_of_pool
 
 
 class BlockConfigurator(MemoryPoolConfigurator):
-    """Configurator of the pool size. SGLang first asks for what fits into memory, and then, if the user gave a limit of
-    tokens, for the size under that limit."""
+    """Configurator of the pool size. SGLang first calls it for the tokens that fit into memory and then, if the user
+    gave a limit of tokens, for the size under that limit."""
 
     def __init__(self, layout: CacheLayout, context_len: int) -> None:
         self.layout, self.context_len = layout, context_len

@@ -193,8 +193,9 @@ class StateReqToTokenPool(HybridReqToTokenPool):
 class CompressedKVPool(KVCache):
     """Paged pool of compressed entries and index keys of the layers that have some.
 
-    Only the append ops write to it. A V4 layer has 32 (CSA) or 1 (HCA) entries per block of 128 tokens; V4.1 has 64 or
-    128 in a few layers. The entry of ratio r for token slot s is row s // r of the layer's table.
+    Steps write to it with the append ops only. Loads from a host and transfers from another server copy whole blocks.
+    A V4 layer has 32 (CSA) or 1 (HCA) entries per block of 128 tokens; V4.1 has 64 or 128 in a few layers. The entry of
+    ratio r for token slot s is entry s // r of the layer's KV buffer.
     """
 
     def __init__(
@@ -216,6 +217,9 @@ class CompressedKVPool(KVCache):
             layout: layout of the cache.
             device: device of the pool.
             enable_memory_saver: release the memory while the server sleeps.
+
+        Raises:
+            ValueError: `page_size` is not 128.
         """
         if page_size != BLOCK:
             raise ValueError(f"page size is {page_size}; the blocks of this cache have {BLOCK} tokens")

@@ -1,4 +1,4 @@
-"""Cache layout of a server: for V4 with the formats that SGLang's flags and this package's options select."""
+"""Cache layout of a server. For V4, SGLang's flags and this package's options select the formats."""
 
 from __future__ import annotations
 

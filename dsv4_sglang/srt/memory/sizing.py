@@ -9,7 +9,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 GIB = 1 << 30
-# Share of the memory that weights leave; see benchmarks/prefix_simulation.py and docs/benchmarks/results.md.
+# Default share of snapshots in the memory that the weights leave (docs/benchmarks/results.md).
 SNAPSHOT_SHARE = 1 / 12
 MAX_STAGING = 64
 
@@ -38,8 +38,8 @@ class StateDemand:
 
 
 def require_snapshots(snapshots: int, running: int) -> None:
-    """Raise LaunchError if there are less than two snapshots for each running request: the one that it resumed from and
-    its latest."""
+    """Raise LaunchError if there are fewer than two snapshots for each running request: the one that it resumed from
+    and its latest."""
     if snapshots < 2 * running:
         raise LaunchError(
             f"dsv4_sglang option max_snapshots is {snapshots}; {running} running requests "
@@ -69,7 +69,8 @@ def demand_of(
         available_gib: GiB that the weights leave for the cache.
         running: maximum number of running requests.
         step_tokens: maximum number of tokens of a prefill step.
-        arriving: slots for requests on their way from a prefill server.
+        arriving: slots for requests on their way from a prefill server. Only without a prefix cache, as on a decode
+            server.
         max_snapshots: the option of this name.
         max_total_tokens: --max-total-tokens, which limits the memory for default snapshots.
         prefix_cache: False with --disable-radix-cache and on a decode server.

@@ -72,7 +72,7 @@ def on_stream(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) 
 
 
 def _with_room_for_drafts(config: Any) -> Any:
-    """Return the config with additional positions for drafts behind the end of the context. The RoPE tables have a row
+    """Return the config with additional positions for drafts after the end of the context. The RoPE tables have a row
     for each position."""
     from sglang.srt.runtime_context import get_spec
 
@@ -220,7 +220,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
                 linear.weight.data = part
 
     def accepts_mxfp8_swizzled_input(self) -> bool:
-        """Return False. SGLang's layer asks which quantised forms of `x` are accepted; there are none."""
+        """Return False: no quantised form of `x` is accepted."""
         return False
 
     def accepts_deepgemm_mxfp8_input(self) -> bool:
@@ -242,7 +242,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
             x: [T, hidden], after the input norm.
             forward_batch: SGLang's batch.
             x_quant: unused.
-            defer_all_reduce: return only this process's part of the sum.
+            defer_all_reduce: if attention is split over some of the processes only, return this process's part of the
+                sum. Otherwise no effect.
 
         Returns:
             [T, hidden].

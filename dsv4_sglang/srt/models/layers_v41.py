@@ -1,8 +1,8 @@
 """Layers of DeepSeek-V4.1 as SGLang builds them since 0.5.23, with their attention replaced. For a CPU only.
 
-SGLang uses V4's class for the model. Differences to V4: only few layers have a compressor and an indexer. The query is
-not normalised per head. A sublayer collapses the residual streams with weights that the previous sublayer computed, so
-that one pass over the streams serves both (single-pass hyper-connections).
+SGLang uses V4's class for the model. Differences from V4: only few layers have a compressor and an indexer. The query
+is not normalised per head. A sublayer collapses the residual streams with weights that the previous sublayer computed,
+so that one pass over the streams serves both (single-pass hyper-connections).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class V41CompressorWeights(nn.Module):
         self.ratio = ratio
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input of `append_v41`: [T, 1024] fp32 at ratio 2, [T, 512] at ratio 1."""
+        """Return the input of `append_v41`: [T, 1024] fp32 at ratio 2, [T, 512] in the dtype of `x` at ratio 1."""
         return linear_fp32(x, self.get_parameter("wkv_gate.weight")) if self.ratio == 2 else self.wkv(x)[0]
 
 

@@ -44,6 +44,9 @@ def norm_and_quantise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Te
     Returns:
         e4m3 codes [T, dim] and fp32 scales [T, dim / 128], the largest magnitude of 128 channels over 448. The scales
         are column-major, with columns aligned to 16 bytes.
+
+    Raises:
+        ValueError: wrong shape or stride of `x` or `weight`.
     """
     tokens, dim = x.shape
     if dim % GROUP or x.stride(1) != 1 or weight.shape != (dim,):

@@ -1,4 +1,5 @@
 """Prefix cache: choice of snapshots, their storage and eviction, and their place in SGLang's radix tree.
 
-`placement`, `policy` and `tree` do not depend on a server; `benchmarks/prefix_simulation.py` uses only these.
+`placement`, `policy` and `path_hash` do not depend on a server. The simulations in `benchmarks/` use `placement` and
+`policy` with a tree of their own (`benchmarks/prefix_tree.py`).
 """

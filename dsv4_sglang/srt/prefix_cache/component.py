@@ -48,7 +48,7 @@ class Pending(NamedTuple):
 
 
 def note_change(cache: Any, node: UnifiedTreeNode) -> None:
-    """Blocks or the snapshot of a node come or go: note it for --kv-events-config."""
+    """Record for --kv-events-config that blocks or the snapshot of a node are added or removed."""
     if cache.events is not None:
         cache.events.changed(node)
 
@@ -124,7 +124,7 @@ class SnapshotComponent(MambaComponent):
             self.metrics.add("hit_tokens", tokens, source)
 
     def hits(self, req: Req, resumed: int) -> dict[str, int]:
-        """The `resumed` tokens of a request by the place that had them."""
+        """Return the `resumed` tokens of a request by the place that had them (`metrics.SOURCES`)."""
         return {metrics.DEVICE: resumed}
 
     def plan_prefill(self, req: Req, room: int) -> list[tuple[int, int]]:
@@ -232,7 +232,7 @@ class SnapshotComponent(MambaComponent):
 
     @contextmanager
     def evicting(self, reason: str) -> Iterator[None]:
-        """Count snapshots that are evicted within the context under this reason."""
+        """Context manager: count snapshots that are evicted inside under `reason`, one of `metrics.REASONS`."""
         before, self._evicting = self._evicting, reason
         try:
             yield

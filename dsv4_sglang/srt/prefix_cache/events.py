@@ -1,8 +1,8 @@
 """KV events (`--kv-events-config`): report to a router which blocks are cached. docs/guides/kv_events.md.
 
 SGLang's tree reports each block that it stores or evicts. This package announces a block only while a request can
-resume behind it: a snapshot on the device or on the host must exist at the block's end or further down the path. Blocks
-without such a snapshot are in memory, but no request can resume from them.
+resume at its end or later: a snapshot on the device or on the host must exist at the block's end or further down the
+path. Blocks without such a snapshot are in memory, but no request can resume from them.
 """
 
 from __future__ import annotations

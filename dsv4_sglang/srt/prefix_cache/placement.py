@@ -35,7 +35,8 @@ def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: 
         end: end of the step.
         prompt: tokens of the prompt.
         interval: distance of regular snapshots in tokens, a multiple of 128.
-        branch: number of cached tokens of the path, because another request shares it. No effect at `begin` or before.
+        branch: the branch point, the number of tokens of the path that another request has left in the cache; 0 for
+            none. No effect at `begin` or before.
     """
     least = -(-begin // BLOCK) * BLOCK + BLOCK
     lengths = {length: Due(length, False) for length in range(-(-least // interval) * interval, end + 1, interval)}
@@ -46,5 +47,5 @@ def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: 
 
 
 def is_kept(length: int, interval: int) -> bool:
-    """Return True if a snapshot taken in decode is kept when the next one replaces it."""
+    """Return True if a rolling snapshot at `length` is kept when the next one is taken, False if that replaces it."""
     return length % interval == 0

@@ -98,7 +98,8 @@ class SnapshotRegistry:
         self.locks = np.zeros(size, dtype=np.int32)
         self.previous = np.zeros(size, dtype=np.int64)
         self._following: list[set[int]] = [set() for _ in range(size)]
-        # The next four apply to snapshots in device slots only. The host has a copy.
+        # The next four apply to snapshots in device slots only.
+        # The host has a copy.
         self.copied = np.zeros(size, dtype=bool)
         # The host must get a copy before the device evicts the snapshot.
         self.pending_write = np.zeros(size, dtype=bool)
@@ -119,6 +120,9 @@ class SnapshotRegistry:
             length: tokens of the path that it covers.
             previous: the next snapshot on the path to the root, or 0.
             following: followers of `previous` that now follow the new snapshot.
+
+        Raises:
+            ValueError: the number is in use.
         """
         if self.held[slot]:
             raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
@@ -143,6 +147,9 @@ class SnapshotRegistry:
         Args:
             slot: number of the snapshot; must be unlocked.
             path_hash: hash of its token path if it is the end of a branch, for ghost hits. 0 records no ghost.
+
+        Raises:
+            ValueError: the snapshot is locked or not in the registry.
         """
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"snapshot slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
@@ -173,7 +180,11 @@ class SnapshotRegistry:
         return self.capacity + 1 + row
 
     def move(self, slot: int, to: int) -> None:
-        """Give a snapshot a new number, `to`. It keeps its history and its neighbours."""
+        """Give a snapshot a new number, `to`. It keeps its history and its neighbours.
+
+        Raises:
+            ValueError: the snapshot is not in the registry or is locked, or `to` is in use.
+        """
         if not self.held[slot] or self.locks[slot] or self.held[to]:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not held, locked, or taken")
         self.changes += 1

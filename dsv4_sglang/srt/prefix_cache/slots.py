@@ -63,6 +63,7 @@ class SnapshotSlots:
         return self._free.pop() if self._free else 0
 
     def give_back(self, slots: Iterable[int]) -> None:
+        """Free slots. Raise ValueError if more are free than exist."""
         self._free.extend(slots)
         if len(self._free) > self.num_slots:
             raise ValueError(f"{len(self._free)} slots are free of {self.num_slots}: some were released twice")

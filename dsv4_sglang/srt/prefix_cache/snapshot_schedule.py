@@ -53,7 +53,7 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
 def pass_plan_to_backend(
     original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, **arguments: Any
 ) -> Any:
-    """AROUND `ForwardBatch.init_new`: pass the plan to the backend. This is the last call that sees the scheduler's
+    """AROUND `ForwardBatch.init_new`: pass the plan to the backend. This is the last call that gets the scheduler's
     batch; the step follows in the same thread."""
     if isinstance(model_runner.attn_backend, PrefillPlanTaker):
         model_runner.attn_backend.prefill_plan = (
@@ -74,11 +74,11 @@ def plan_request(batch: Any, req: Any) -> Any:
 def plan_decode(batch: Any, track_positions: Any = None) -> None:
     """REPLACE `schedule_batch.set_mamba_track_indices_from_reqs`: take a rolling snapshot every 128 tokens.
 
-    SGLang's lengths include the token of this step. Two tokens after a snapshot its step is known to be finished, with
-    overlap scheduling too, so the snapshot that it replaces can be freed.
+    SGLang's lengths include the token of this step. Two tokens after a snapshot, the step that took it has finished,
+    also with overlap scheduling. So the earlier snapshot that it replaces can be freed.
 
-    For a verify step only the device knows how many tokens are kept. It gets the slots that `plan_verify` planned, or
-    None if there are none.
+    The number of accepted tokens of a verify step is known on the device only. The batch gets the slots that
+    `plan_verify` planned, or None if there are none.
     """
     if not batch.spec_algorithm.is_none():
         planned = getattr(batch, VERIFY_PLAN, [])
@@ -113,7 +113,7 @@ def plan_verify(original: Callable[..., None], batch: Any) -> None:
 
 def retract_for_memory(original: Callable[..., Any], batch: Any, idx: int, *arguments: Any, **named: Any) -> Any:
     """AROUND `ScheduleBatch.release_req`, which retracts a decoding request to make room for others: mark the request,
-    so that `keep_on_retraction` keeps its KV cache. Return SGLang's answer, whether the request can go on."""
+    so that `keep_on_retraction` keeps its KV cache. Return the result of SGLang's function."""
     setattr(batch.reqs[idx], KEEP, True)
     return original(batch, idx, *arguments, **named)
 
