@@ -1,7 +1,7 @@
 """SGLang's scheduler and its workers on a CPU, without HTTP. Its own event loop serves requests from a test.
 
-The process needs the environment of `launch.cpu_environment`. A process has one scheduler. `Child` runs a scheduler in
-a fork, so a test can use several with one import of SGLang.
+The process needs the environment of `launch_command.cpu_environment`. A process has one scheduler. `Child` runs a
+scheduler in a fork, so a test can use several with one import of SGLang.
 """
 
 from __future__ import annotations

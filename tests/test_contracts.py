@@ -114,6 +114,7 @@ def test_hooks_fit(on_cpu: bool) -> None:
     assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
 
 
+VALIDATED = ", ".join(compat.VALIDATED)
 TARGETS = "sglang.srt.mem_cache.common."
 
 
@@ -146,7 +147,7 @@ def test_a_hook_that_takes_anything_fits() -> None:
     [
         ("0.5.17", "0.5.17, validated on GPU and CPU", "ok"),
         ("0.5.23", "0.5.23, validated on CPU by", "ok"),
-        ("0.5.99", "0.5.99, not validated; validated: 0.5.17, 0.5.23", "note"),
+        ("0.5.99", f"0.5.99, not validated; validated: {VALIDATED}", "note"),
     ],
 )
 def test_the_state_of_a_release(
@@ -158,7 +159,7 @@ def test_the_state_of_a_release(
     (finding,) = doctor.sglang_version(gpu=False)
     assert finding.found.startswith(text) and finding.state == state
     activate.warn_of_release()
-    said = f"dsv4_sglang: this is SGLang {release}; validated: 0.5.17, 0.5.23; its hooks are as expected, but flags"
+    said = f"dsv4_sglang: this is SGLang {release}; validated: {VALIDATED}; its hooks are as expected, but flags"
     assert len(caplog.messages) == (state == "note") and all(message.startswith(said) for message in caplog.messages)
 
 
@@ -167,7 +168,7 @@ def test_a_release_that_does_not_fit_is_rejected_in_one_line(release: str, monke
     monkeypatch.setattr(compat, "sglang_version", lambda: release)
     with pytest.raises(LaunchError if release == "0.5.20" else ImportError) as error, compat.rejecting_other_releases():
         raise ImportError("no module")
-    said = "this package does not fit the installed release: this is SGLang 0.5.20; validated: 0.5.17, 0.5.23; "
+    said = f"this package does not fit the installed release: this is SGLang 0.5.20; validated: {VALIDATED}; "
     assert release == "0.5.17" or str(error.value) == said + "ImportError('no module')"
 
 

@@ -1,7 +1,7 @@
 """Table of all functions of SGLang that this package changes, with the reasons.
 
-Nothing is applied without the opt-in. A server does not start if a target does not exist or has parameters that differ
-from those of the hook.
+Nothing is applied without the opt-in, for which two hooks of `plugin` check. A server does not start if a target does
+not exist or has parameters that differ from those of the hook.
 """
 
 from __future__ import annotations
