@@ -71,7 +71,7 @@ class Tier:
         layout = CacheLayout.build(config, build_schedule(config), device, hca_state="online")
         pools = make_paged_pools(layout, {AttentionType.CSA: blocks, AttentionType.HCA: blocks})
         self.pools = [pool for pool in pools if pool is not None]
-        self.storage = StateStorage(layout, 1, snapshots=1, positions=False)
+        self.storage = StateStorage(layout, 1, snapshots=1)
         self.host = HostBlockPool(self.pools, blocks)
         self.host_snapshots = HostSnapshotPool(self.storage, 1)
         self.device = device

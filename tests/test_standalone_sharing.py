@@ -21,24 +21,21 @@ def resume(manager: KVCacheManager, snapshot: Snapshot, of: Request, seed: int) 
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hca_state", ["raw", "online"])
-@pytest.mark.parametrize("length", [1, 3, 127, 128, 130, 256])
+@pytest.mark.parametrize(("length", "hca_state"), [(130, "raw"), (256, "online")])
 def test_fork_continues_like_the_original(device: torch.device, length: int, hca_state: str) -> None:
     """Both requests continue from the same tokens with different ones, in a common step and in separate steps."""
     manager = make_manager(device, hca_state=hca_state, **EXACT)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, length)])
     second = first.fork(manager, 1)
-    assert manager.length_of(second.slot) == length
     run_step(manager, [(second, 1), (first, 1)])
     run_step(manager, [(second, 60)])
     run_step(manager, [(first, 3)])
-    run_step(manager, [(first, 1), (second, 1)])
     check(first, **EXACT)
     check(second, **EXACT)
 
 
-@pytest.mark.parametrize("options", [{}, EXACT, {"kv_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}])
+@pytest.mark.parametrize("options", [{}, {"kv_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}])
 def test_fork_shares_full_blocks_and_copies_the_last(device: torch.device, options: dict[str, str]) -> None:
     manager = make_manager(device, **options)
     first = Request.admit(manager, 0)
@@ -93,8 +90,7 @@ def test_forks_of_a_request_with_drafts(device: torch.device) -> None:
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [EXACT, ONLINE, {"draft_tokens": 5, **ONLINE}], ids=["raw", "online", "drafts"])
-@pytest.mark.parametrize("length", [128, 256])
+@pytest.mark.parametrize(("length", "options"), [(256, EXACT), (128, {"draft_tokens": 5, **ONLINE})])
 def test_requests_resume_from_a_snapshot(device: torch.device, length: int, options: dict[str, Any]) -> None:
     manager = make_manager(device, max_snapshots=1, blocks=6, **options)
     first = Request.admit(manager, 0)
@@ -123,21 +119,15 @@ def test_a_resumed_slot_knows_its_positions(device: torch.device) -> None:
     """The positions equal those of the request at the time of the snapshot, whatever the slot held before."""
     manager = make_manager(device, max_snapshots=1, draft_tokens=3, **ONLINE)
     first, other = Request.admit(manager, 0), Request.admit(manager, 1)
-    run_step(manager, [(first, 256), (other, 200)])
+    run_step(manager, [(first, 256), (other, 201)])
     snapshot = manager.take_snapshot(first.slot)
     other.finish(manager)
-    slot = manager.admit_request(snapshot)
+    slot, state = manager.admit_request(snapshot), manager.state
     assert slot == other.slot
-    window = sorted(manager.state.swa_pos[0, slot].tolist())[-128:]
-    assert window == list(range(128, 256))
-    for layer in range(4):
-        here, there = manager.state_pools[layer], (first.slot, slot)
-        assert torch.equal(*(here.swa_head[[s]] for s in there))
-        kept = here.swa_pos[slot] >= 0
-        assert torch.equal(*(here.swa_pos[s][kept] for s in there)) and torch.equal(
-            *(here.ring[s][kept] for s in there)
-        )
-        assert here.tail_len is None or here.tail_len[slot] == 0
+    assert sorted(state.swa_pos[0, slot].tolist())[-128:] == list(range(128, 256))
+    kept = state.swa_pos[0, slot] >= 0
+    for positions in (state.swa_pos[..., kept], state.swa_head, state.tail_len):
+        assert torch.equal(positions[:, slot], positions[:, first.slot])
 
 
 def test_a_snapshot_of_a_step_that_may_be_rolled_back(device: torch.device) -> None:
@@ -172,10 +162,6 @@ def test_snapshots_that_cannot_be() -> None:
     snapshot = manager.take_snapshot(request.slot)
     with pytest.raises(RuntimeError, match="all 1 snapshots are in use: call release_snapshot"):
         manager.take_snapshot(request.slot)
-    Request.admit(manager, 1)
-    with pytest.raises(RuntimeError, match="no free state slot"):
-        manager.admit_request(snapshot)
-    manager.release_request(1)
     request.finish(manager)
     assert manager.num_free_blocks == 4, "the snapshot keeps its blocks"
     manager.release_snapshot(snapshot)
@@ -183,7 +169,6 @@ def test_snapshots_that_cannot_be() -> None:
     for call in (manager.release_snapshot, manager.admit_request):
         with pytest.raises(ValueError, match="the snapshot of 256 tokens has been released"):
             call(snapshot)
-    assert manager.num_free_slots == 2
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -272,7 +257,7 @@ class Sharing(RuleBasedStateMachine):
         steps = [(request, n) for request, n in zip(chosen, sizes) if request.length + n <= LONGEST]
         asked = sum(max(0, -(-(r.length + n) // 128) - len(self.manager.blocks_of(r.slot))) for r, n in steps)
         if steps and asked <= self.free():
-            run_step(self.manager, steps)
+            run_step(self.manager, steps, pads=data.draw(st.integers(0, 2)))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), off=st.sampled_from([-128, -1, 1, 5, 128]))
@@ -328,24 +313,18 @@ class Sharing(RuleBasedStateMachine):
         kept = data.draw(st.sampled_from(self.snapshots))
         self.snapshots.remove(kept)
         self.manager.release_snapshot(kept[0])
-        with pytest.raises(ValueError, match="has been released"):
-            self.manager.release_snapshot(kept[0])
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         request = self.drawn(data)
         if blocks := self.manager.blocks_of(request.slot):
-            said = rf"still owns {len(blocks)} blocks .*release_blocks\({request.slot}\) before .* leak"
-            with pytest.raises(RuntimeError, match=said):
+            with pytest.raises(RuntimeError, match=rf"still owns {len(blocks)} blocks .*release_blocks.* leak"):
                 self.manager.release_request(request.slot)
-            assert self.manager.blocks_of(request.slot) == blocks
         self.requests.remove(request)
         self.ended.append(request)
         request.finish(self.manager)
         assert bool((self.manager.block_tables[request.slot] == -1).all())
-        with pytest.raises(ValueError, match="holds no request"):
-            self.manager.release_request(request.slot)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -201,11 +201,7 @@ class Recorded:
             request.length += self.each
 
 
-@pytest.mark.parametrize(
-    "options",
-    [EXACT, ONLINE, {}, {"kv_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}],
-    ids=["raw", "online", "fp8", "bf16"],
-)
+@pytest.mark.parametrize("options", [{}, ONLINE], ids=["fp8-raw", "online"])
 def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[str, Any]) -> None:
     """Replays cross the ends of windows and blocks, in any order and with padding. A chunk and a fork run between
     replays. Every output equals that of the same steps without a graph."""
@@ -235,7 +231,7 @@ def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[
             torch.testing.assert_close(
                 torch.cat(got), torch.cat(expected), atol=1e-5, rtol=1e-5, msg=lambda text, i=i: f"layer {i}: {text}"
             )
-    if options in (EXACT, ONLINE):
+    if options:
         for request in requests:
             check(request, **EXACT)
 
@@ -282,12 +278,11 @@ def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) ->
             manager.raise_if_skipped()
         manager.raise_if_skipped()  # The error is raised once.
 
-    for at in (101, 103):
-        recorded(requests[:1], [1], at=[at])
-        skipped(
-            f"skipped state slot 0 at position {at}: positions: state slot 0 has 102 tokens in layer 0, "
-            f"so its next step begins at 102, not at {at}"
-        )
+    recorded(requests[:1], [1], at=[103])
+    skipped(
+        "skipped state slot 0 at position 103: positions: state slot 0 has 102 tokens in layer 0, so its next step "
+        "begins at 102, not at 103"
+    )
     recorded.positions[0], recorded.slots[0] = 400, 0
     recorded.slots[1:] = -1
     assert recorded.replay is not None

@@ -13,6 +13,7 @@ from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import state_rows
 from dsv4_sglang.standalone import Step
+from dsv4_sglang.standalone.lengths import RequestLengths
 
 BLOCK = 128
 MAX_LENGTH = 1024
@@ -112,6 +113,7 @@ LENGTHS = st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=6)
 def test_decode(lengths: list[int], padding: int, ring_rows: int) -> None:
     tables = Tables(len(lengths), torch.device("cpu"))
     buffers = DecodeBuffers(len(lengths) + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows)
+    decode(tables, lengths[::-1], padding, buffers, 256)  # Nothing of an earlier step remains.
     check_decode(decode(tables, lengths, padding, buffers, 256), tables, lengths, padding, 256, ring_rows)
 
 
@@ -125,20 +127,15 @@ def test_the_library_makes_the_same_decode_step(lengths: list[int], draft_tokens
     served = decode(tables, lengths, 0, buffers, 256)
     block_tables = torch.full((n + 1, MAX_LENGTH // BLOCK), -1, dtype=torch.int32)
     block_tables[tables.state_slot[1:].long()] = tables.pages.int()
-    step = Step(tables.state_slot[1:], torch.tensor(lengths), torch.arange(n), block_tables, draft_tokens=draft_tokens)
+    of_requests = RequestLengths(1, n + 1, torch.device("cpu"))
+    slots = tables.state_slot[1:]
+    step = Step(slots, torch.tensor(lengths), torch.arange(n), block_tables, of_requests, draft_tokens=draft_tokens)
     assert step.is_decode and step.metadata.is_decode
     assert torch.equal(step.metadata.out_loc, served.out_loc)
     for name in ("slots", "prefix_lens", "query_start", "token_request", "positions", "window_lens", "hca_lens"):
         assert torch.equal(getattr(step.metadata, name), getattr(served, name)), name
     assert torch.equal(step.metadata.window_indices, served.window_indices)
     assert torch.equal(step.metadata.csa_lens.clamp_max(TOP_K), served.csa_lens)
-
-
-def test_decode_buffers_keep_nothing_of_the_last_step() -> None:
-    tables = Tables(4, torch.device("cpu"))
-    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, "cpu")
-    decode(tables, [1000, 700, 255, 511], 2, buffers, 256)
-    check_decode(decode(tables, [3, 255], 2, buffers, 256), tables, [3, 255], 2, 256)
 
 
 def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
@@ -229,19 +226,6 @@ def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
         assert step.window_indices[token, :count].tolist() == wanted.tolist()
         assert len(set(wanted.tolist())) == count
     assert not step.window_lens[n * each :].any() and (step.slots[n:] == -1).all()
-
-
-def test_layers_without_entries_read_no_block_table() -> None:
-    tables = Tables(2, torch.device("cpu"))
-    buffers = DecodeBuffers(2, 0, "cpu", 132, 4)
-    requests, lens = torch.tensor([2, 1]), torch.tensor([300, 5])
-    snapshot(buffers, tables, requests, lens + 4)
-    out_loc = torch.zeros(8, dtype=torch.int64)
-    step = build_decode(
-        buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=8, length_offset=0
-    )
-    assert step.slots.tolist() == tables.state_slot[[2, 1]].tolist()
-    assert step.block_table.shape == (2, 0) and step.positions.tolist() == [300, 301, 302, 303, 5, 6, 7, 8]
 
 
 @pytest.mark.gpu

@@ -135,20 +135,17 @@ def test_layers():
 
 def test_bytes():
     """The report's 890 B per token are 288 and 68 B for each entry of four layers. Our keys take 72 B."""
-    schemas = v41_layout(v41_schedule(V41Config.flash()), torch.device("cpu")).schemas
+    layout = v41_layout(v41_schedule(V41Config.flash()), torch.device("cpu"))
     entries_of_a_token = 3 / 2 + 1
     latent, key = 512 // 2 + 512 // 16, 128 // 2 + 128 // 32
     assert (latent + key) * entries_of_a_token == 890
-    assert sum(schema.block_bytes for schema in schemas) / 128 == (latent + 128 // 2 + 128 // 16) * entries_of_a_token
-    assert [schemas[i].block_bytes for i in (0, 2, 3, 20, 24)] == [0, 64 * 360, 0, 128 * 360, 0]
+    assert layout.token_bytes == (latent + 128 // 2 + 128 // 16) * entries_of_a_token
+    assert [layout.schemas[i].entries_per_block for i in (0, 2, 3, 20, 24)] == [0, 64, 0, 128, 0]
     ring = 128 * (512 + 512 // 32)
-    assert sum(schema.state_bytes for schema in schemas) == 40 * ring + 3 * 1024 * 4
-    layout = v41_layout(v41_schedule(V41Config.flash()), torch.device("cpu"))
+    assert layout.slot_bytes == 40 * ring + 3 * 1024 * 4
     assert layout.snapshot_bytes == 40 * ring == 2_703_360
     assert (layout.token_bytes, layout.block_bytes) == (900, 115_200)
-    assert layout.slot_bytes == sum(schema.state_bytes for schema in schemas)
     drafted = v41_layout(v41_schedule(V41Config.flash(), 3), torch.device("cpu"), draft_tokens=5, draft_layers=3)
-    assert drafted.slot_bytes == sum(schema.state_bytes for schema in drafted.schemas)
     assert drafted.slot_bytes == 43 * 133 * 528 + 3 * 3 * 1024 * 4
 
 

@@ -19,17 +19,17 @@ from torch import Tensor
 from v41_attention_cases import v41_index_case
 from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
 
-from dsv4_sglang.cache import HostBlockPool, HostSnapshotPool, StateStorage, V41LayerWeights, V41Step
+from dsv4_sglang.cache import HostBlockPool, HostSnapshotPool, StateStorage
 from dsv4_sglang.cache import step as step_module
-from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.v41 import V41Kind, V41LayerSchema
+from dsv4_sglang.cache.paged_cache import make_paged_pools
+from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.cache.v41 import V41LayerSchema, v41_layout
+from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.formats.index_keys import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.ops.reference import chunks, read, read_v41
 from dsv4_sglang.ops.rope import rope_table
-from dsv4_sglang.standalone import V41Cache
 
 SGLANG_HAS_IT = pytest.mark.skipif(
     Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"
@@ -200,34 +200,59 @@ def dense(request: int) -> list[Tensor]:
 
 
 class Play:
-    """Requests in a cache, with the slot, the blocks and the number of tokens of each."""
+    """The pools of a model, and its requests: the slot, the blocks and the number of tokens of each."""
 
     def __init__(self, seed: int, draft_tokens: int = 0, device: torch.device = CPU) -> None:
         self.g = torch.Generator().manual_seed(seed)
-        self.device = device
-        self.cache = V41Cache(
-            CONFIG, num_slots=6, num_blocks=24, snapshots=3, draft_tokens=draft_tokens, draft_layers=1, device=device
-        )
-        pools = [table for pool in self.cache.pools if pool for table in pool.allocations]
-        for tensor in [*self.cache.state.allocations, *pools]:  # Stale bytes of other requests.
+        self.device, self.draft_tokens = device, draft_tokens
+        self.layout = v41_layout(SCHEDULE, device, draft_tokens=draft_tokens, draft_layers=1)
+        self.state = StateStorage(self.layout, 6, snapshots=3)
+        self.pools = make_paged_pools(self.layout, dict.fromkeys(self.layout.kinds, 24))
+        self.block_tables = torch.full((6, 24), -1, dtype=torch.int32, device=device)
+        for tensor in [*self.state.allocations, *self.block_allocations]:  # Stale bytes of other requests.
             left = torch.randint(0, 120, tensor.view(torch.uint8).shape, dtype=torch.uint8, generator=self.g)
             tensor.view(torch.uint8).copy_(left)
         self.free = torch.randperm(24, generator=self.g).tolist()
         self.lengths: dict[int, int] = {}
         self.slots: dict[int, int] = {}
 
+    @property
+    def block_allocations(self) -> list[Tensor]:
+        return [table for pool in self.pools if pool for table in pool.allocations]
+
+    def begin_step(self, requests: list[tuple[int, int, int]], track_slots: Tensor | None = None) -> V41Step:
+        """Return a step of requests, given as (slot, tokens before the step, tokens of the step)."""
+        slots, prefix, counts = self.ids(*requests).T
+        owner = torch.repeat_interleave(torch.arange(len(requests), device=self.device), counts)
+        query_start = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        positions = (prefix - query_start[:-1])[owner] + torch.arange(len(owner), device=self.device)
+        block_table = self.block_tables[slots.clamp_min(0)]
+        is_decode = len({n for *_, n in requests}) == 1 and requests[0][2] <= max(self.draft_tokens, 1)
+        metadata = StepMetadata.build(
+            slots=slots,
+            prefix_lens=prefix,
+            query_start=query_start,
+            token_request=owner.int(),
+            positions=positions,
+            out_loc=block_table[owner, positions // 128].long() * 128 + positions % 128,
+            block_table=block_table,
+            track_slots=track_slots,
+            decode_ring_rows=self.layout.ring_rows if is_decode else None,
+        )
+        return V41Step(CONFIG, SCHEDULE, self.state, self.pools, metadata)
+
     def admit(self, request: int, slot: int) -> None:
         self.lengths[request], self.slots[request] = 0, slot
-        self.cache.block_tables[slot] = -1
+        self.block_tables[slot] = -1
 
-    def ids(self, *numbers: int) -> Tensor:
+    def ids(self, *numbers: int | tuple[int, ...]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
     def resume(self, request: int, slot: int, snapshot: int, length: int, like: int) -> None:
         """Start a request with the tokens of `like` from a snapshot at `length`, sharing the blocks of its slot."""
         self.admit(request, slot)
-        self.cache.state.load(self.ids(snapshot), self.ids(slot))
-        self.cache.block_tables[slot, : length // 128] = self.cache.block_tables[like, : length // 128]
+        self.state.load(self.ids(snapshot), self.ids(slot))
+        self.block_tables[slot, : length // 128] = self.block_tables[like, : length // 128]
         self.lengths[request] = length
 
     def step(
@@ -245,18 +270,16 @@ class Play:
         """
         tokens = [(r, self.lengths[r] + i, i) for r, n in counts.items() for i in range(n)]
         for r, n in counts.items():
-            table = self.cache.block_tables[self.slots[r]]
+            table = self.block_tables[self.slots[r]]
             for i in range(int((table >= 0).sum()), -(-(self.lengths[r] + n) // 128)):
                 table[i] = self.free.pop()
         track = None
         if staging:
             until = {r: (self.lengths[r] + counts[r]) // 128 * 128 for r in staging}
             kept = [r in staging and until[r] - 128 <= t < until[r] for r, t, _ in tokens]
-            track = torch.tensor([staging[r] if keep else -1 for keep, (r, _, _) in zip(kept, tokens)]).int()
+            track = self.ids(*(staging[r] if keep else -1 for keep, (r, _, _) in zip(kept, tokens)))
         owner, positions = torch.tensor([r for r, _, _ in tokens]), torch.tensor([t for _, t, _ in tokens])
-        slots = torch.tensor([self.slots[r] for r, _, _ in tokens])
-        batch = (None if x is None else x.to(self.device) for x in (slots, positions, owner, track))
-        step = self.cache.begin_step(*batch)
+        step = self.begin_step([(self.slots[r], self.lengths[r], n) for r, n in counts.items()], track)
         like, right = dict(zip(counts, counts)) | (tokens_of or {}), counts | (right or {})
         who = torch.tensor([like[r] if i < right[r] else REQUESTS - 1 for r, _, i in tokens])
         outputs: dict[int, list[Tensor]] = {r: [] for r in counts}
@@ -318,7 +341,7 @@ def random_requests(seed: int, device: torch.device = CPU) -> None:
 
     while waiting or play.lengths:
         for r in [r for r, n in play.lengths.items() if n == LENGTH]:
-            blocks = play.cache.block_tables[play.slots[r]]
+            blocks = play.block_tables[play.slots[r]]
             play.free += blocks[blocks >= 0].tolist()
             del play.lengths[r], play.slots[r]
         while waiting and len(play.slots) < 2:
@@ -346,13 +369,13 @@ def test_resumed_from_a_snapshot_equals_cold(device):
     cold.admit(0, slot=1)
     cold.check({0: 120})
     cold.check({0: 180}, staging={0: 4})  # Passes 256.
-    cold.cache.state.store(cold.ids(4, -1), cold.ids(1, 2))
+    cold.state.store(cold.ids(4, -1), cold.ids(1, 2))
     rest = [cold.step({0: n}) for n in (1, 1, 20, 1, 7)]
 
     again = Play(4, device=device)
     again.admit(1, slot=2)
     again.check({1: 256}, tokens_of={1: 0})
-    again.cache.state.store(again.ids(2), again.ids(3))
+    again.state.store(again.ids(2), again.ids(3))
     again.check({1: 10}, tokens_of={1: 0})
 
     for play, snapshot, like in ((cold, 1, 1), (again, 3, 2)):
@@ -362,7 +385,7 @@ def test_resumed_from_a_snapshot_equals_cold(device):
     warm = Play(5, device=device)
     warm.admit(0, slot=0)
     warm.check({0: 256})
-    warm.cache.state.store(warm.ids(0), warm.ids(1))
+    warm.state.store(warm.ids(0), warm.ids(1))
     warm.resume(7, slot=3, snapshot=1, length=256, like=0)
     warm.step({7: 44}, tokens_of={7: 0})
     for expected, n in zip(rest, (1, 1, 20, 1, 7)):
@@ -377,12 +400,12 @@ def test_padding_writes_and_sees_nothing(device):
     play.admit(0, slot=1)
     play.check({0: 130})
     others = [
-        play.cache.state.rings[:, 0],
-        *(compressor_state[:, 0] for compressor_state in play.cache.state.compressor_states.values()),
+        play.state.rings[:, 0],
+        *(compressor_state[:, 0] for compressor_state in play.state.compressor_states.values()),
     ]
-    pools = [table for pool in play.cache.pools if pool for table in pool.allocations]
-    before, owned = [tensor.clone() for tensor in (*others, *pools)], play.cache.block_tables[1, :2].tolist()
-    step = play.cache.begin_step(*(torch.tensor(x, device=device) for x in ([1, -1], [130, 0], [0, 9])))
+    pools = play.block_allocations
+    before, owned = [tensor.clone() for tensor in (*others, *pools)], play.block_tables[1, :2].tolist()
+    step = play.begin_step([(1, 130, 1), (-1, 0, 1)])
     for number, layer in enumerate(layers()):
         out = run_layer(step, number, layer, torch.tensor([0, 1]), torch.tensor([130, 0])).cpu().double()
         expected = dense(0)[number][130]
@@ -401,19 +424,19 @@ def test_resumed_from_host_memory(device):
     play = Play(7, device=device)
     play.admit(0, slot=1)
     play.check({0: 256})
-    play.cache.state.store(play.ids(1), play.ids(1))
-    pools = [pool for pool in play.cache.pools if pool]
-    blocks, states = HostBlockPool(pools, 3), HostSnapshotPool(play.cache.state, 2)
-    assert states.snapshot_bytes == play.cache.layout.snapshot_bytes
-    was, now = play.cache.block_tables[1, :2].tolist(), [play.free.pop(), play.free.pop()]
+    play.state.store(play.ids(1), play.ids(1))
+    pools = [pool for pool in play.pools if pool]
+    blocks, states = HostBlockPool(pools, 3), HostSnapshotPool(play.state, 2)
+    assert states.snapshot_bytes == play.layout.snapshot_bytes
+    was, now = play.block_tables[1, :2].tolist(), [play.free.pop(), play.free.pop()]
     blocks.save(play.ids(*was).long(), torch.tensor([2, 0]))
     states.save(1, 1)
-    for table in (table for pool in pools for table in pool.allocations):
+    for table in play.block_allocations:
         table[was] = 0
     for layer in range(len(pools)):
         blocks.load(play.ids(*now).long(), torch.tensor([2, 0]), layer)
     states.load(3, 1)
-    play.cache.block_tables[2, :2] = torch.tensor(now)
+    play.block_tables[2, :2] = torch.tensor(now)
     play.resume(2, slot=0, snapshot=3, length=256, like=2)
     play.check({2: 74}, tokens_of={2: 0})
 
@@ -581,83 +604,18 @@ def test_queries_have_every_scale():
     assert not mxfp4_values(torch.zeros(2, 128)).any()
 
 
-# ---- pools, and rejected arguments
+# ---- pools
 
 
 def test_only_layers_that_write_entries_own_some():
-    cache = V41Cache(CONFIG, num_slots=2, num_blocks=3, snapshots=1, draft_layers=1, device="cpu")
-    assert [number for number, pool in enumerate(cache.pools) if pool] == [1, 3, 5]
-    assert [tuple(pool.entries.shape) for pool in cache.pools if pool] == [(3, 64, 288), (3, 64, 288), (3, 128, 288)]
-    assert (
-        cache.state.compressor_state(1).shape == (2, 1, 1024)
-        and cache.state.compressor_state(5) is None
-        and cache.state.compressor_state(2) is None
-    )
-    layout = cache.layout
-    assert layout.block_bytes == 128 * 2 * 360 and layout.snapshot_bytes == 10 * 128 * 528
-    assert cache.memory_bytes() == 3 * layout.block_bytes + 2 * layout.slot_bytes + layout.snapshot_bytes
-    parts = [*layout.block_parts(3), *layout.state_parts(2), *layout.snapshot_parts(1)]
-    assert sum(part.bytes for part in parts) == cache.memory_bytes()
-    assert sum(view.shape[1] for pool in cache.pools if pool for view in pool.block_views()) == layout.block_bytes
-    assert sum(table.shape[1] for table in cache.state.snapshot_tables()) == layout.snapshot_bytes
-    assert sum(table.shape[1] for table in cache.state.slot_tables()) == layout.slot_bytes
-
-
-def test_pools_reject_what_they_are_not_for():
-    with pytest.raises(ValueError, match="a WINDOW layer has no compressed entries, so no paged pool"):
-        PagedKVPool(V41LayerSchema(V41Kind.WINDOW), 3, "cpu")
-    with pytest.raises(ValueError, match="num_blocks is 0; expected at least 1"):
-        PagedKVPool(V41LayerSchema(V41Kind.PAIR), 0, "cpu")
-    with pytest.raises(ValueError, match="no layers"):
-        CacheLayout((), torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"several numbers of draft tokens \[0, 3\]"):
-        CacheLayout((V41LayerSchema(V41Kind.WINDOW), V41LayerSchema(V41Kind.SINGLE, 3)), torch.device("cpu"))
-    with pytest.raises(ValueError, match="give positions=False"):
-        StateStorage(CacheLayout((V41LayerSchema(V41Kind.PAIR),), torch.device("cpu")), 2)
-
-
-def test_a_step_rejects_what_is_out_of_order():
     play = Play(0)
-    play.admit(0, 0)
-    play.cache.block_tables[0, 0] = 2
-    who, at = torch.zeros(4).long(), torch.arange(4)
-    step = play.cache.begin_step(who, at, who)
-
-    def append(number: int, **change) -> Tensor | None:
-        layer = layers()[number]
-        compressor = None if layer.compressor is None else layer.compressor[0, :4]
-        given = {"kv": layer.kv[0, :4], "compressor": compressor, "weights": layer.weights, **change}
-        return step.append(number, **given)
-
-    def select(number: int) -> None:
-        layer = layers()[number]
-        step.select(number, layer.weights, layer.index_q[0, :4], layer.head_weights[0, :4])
-
-    def rejected(said: str, do, *args, **given) -> None:
-        with pytest.raises(ValueError, match=said):
-            do(*args, **given)
-
-    one, two = layers()[1], layers()[2]
-    rejected(r"attend, layer 2 \(reuse\): call append of that layer first; the latest append was of layer None",
-            step.attend, 2, two.weights, two.q[0, :4], two.sink, SCALE)  # fmt: skip
-    rejected(r"layer 1 \(full\): compressor has shape None; expected \(4, 1024\)", append, 1, compressor=None)
-    rejected(
-        r"layer 2 \(reuse\): compressor has shape \(4, 5\); expected None", append, 2, compressor=torch.zeros(4, 5)
-    )
-    rejected(r"kv has shape \(3, 512\); expected \(4, 512\)", append, 0, kv=two.kv[0, :3])
-    rejected("latent_norm is None", append, 1, weights=replace(one.weights, latent_norm=None))
-    append(2)
-    rejected(r"append_keys, layer 2 \(reuse\): only a layer of role full", step.append_keys, 2, two.weights, None)
-    rejected(r"select, layer 2 \(reuse\): it uses the selection of layer 1", select, 2)
-    rejected("uses the selection of layer 1; the latest selection is of none", step.selected, 2)
-    latents = append(1)
-    rejected("key_norm is None", step.append_keys, 1, replace(one.weights, key_norm=None), latents @ one.matrix)
-    rejected(r"keys has shape \(4, 512\); expected \(4, 128\)", step.append_keys, 1, one.weights, latents)
-    step.append_keys(1, one.weights, latents @ one.matrix)
-    select(1)
-    rejected(r"layer 4 \(reuse\) uses the selection of layer 3; the latest selection is of layer 1", step.selected, 4)
-    append(7)
-    rejected(r"select, layer 7 \(reindex\): layer 5 has not chosen the step's candidates", select, 7)
-    assert step.selected(0) is None
-    case = v41_index_case(lens=[(0, 3)], ratio=1, top=2)
-    rejected("both `kept` and `within`", case.entries, 8, case.candidates(1), case.candidates(1))
+    assert [number for number, pool in enumerate(play.pools) if pool] == [1, 3, 5]
+    assert [tuple(pool.entries.shape[1:]) for pool in play.pools if pool] == [(64, 288), (64, 288), (128, 288)]
+    shapes = [
+        None if play.state.compressor_state(i) is None else play.state.compressor_state(i).shape for i in (1, 2, 5)
+    ]
+    assert shapes == [(6, 1, 1024), None, None]
+    layout = play.layout
+    assert layout.block_bytes == 128 * 2 * 360 and layout.snapshot_bytes == 10 * 128 * 528
+    assert sum(pool.memory_bytes() for pool in play.pools if pool) == 24 * layout.block_bytes
+    assert play.state.memory_bytes() == 6 * layout.slot_bytes + 3 * layout.snapshot_bytes

@@ -62,7 +62,6 @@ FULL = frozenset(
         "test_window_replay.py",
         # Repeated numerical checks.
         "test_make_tiny.py",
-        "test_manager.py::test_interleaved_requests",
         "test_processors.py",
         "test_standalone_sharing.py",
         "test_v41_cache.py::test_chunks_and_single_tokens_equal_dense",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import enum
-import math
 from abc import ABC, abstractmethod
 
 from dsv4_sglang.formats import EntryFormat, KeyFormat
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 
-_FP32_BYTES = 4
-
 
 class LayerKVSpec(ABC):
     """Storage of one layer: a window ring, compressed entries, index keys and a compressor state.
 
-    A model has a subclass of it. Bytes are those of the formats. Pools add the padding of blocks.
+    A model has a subclass of it. `CacheLayout` derives tensors and bytes from it.
 
     Attributes:
         draft_tokens: maximum tokens per request in a verify step. 0 or 1: no speculation.
@@ -61,10 +58,6 @@ class LayerKVSpec(ABC):
         """Return True if each entry has an index key."""
 
     @property
-    def indexer_entries_per_block(self) -> int:
-        return self.entries_per_block if self.has_indexer else 0
-
-    @property
     def is_flat(self) -> bool:
         """Return True if all blocks of this layer are entries of one block, which is then not padded per entry."""
         return False
@@ -82,36 +75,3 @@ class LayerKVSpec(ABC):
     def kept_units(self) -> tuple[int, ...]:
         """Units of four rows of the compressor state that a snapshot keeps (SPEC 6.6)."""
         return ()
-
-    @property
-    def keeps_positions(self) -> bool:
-        """True if slots can store the positions of ring entries (`CacheLayout.position_parts`)."""
-        return True
-
-    @property
-    def entry_bytes(self) -> int:
-        return self.entry_format.row_bytes
-
-    @property
-    def indexer_entry_bytes(self) -> int:
-        return self.key_format.key_bytes if self.has_indexer else 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of 128 tokens in this layer: entries and index keys."""
-        return self.entries_per_block * self.entry_bytes + self.indexer_entries_per_block * self.indexer_entry_bytes
-
-    @property
-    def swa_bytes(self) -> int:
-        """Bytes of a slot's window ring."""
-        return self.ring_rows * self.ring_format.row_bytes
-
-    @property
-    def compressor_state_bytes(self) -> int:
-        """Bytes of a slot's compressor state."""
-        return math.prod(self.compressor_state_shape) * _FP32_BYTES if self.compressor_state_shape else 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a state slot in this layer, without bookkeeping of positions."""
-        return self.swa_bytes + self.compressor_state_bytes

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from dsv4_sglang.formats import EntryFormat
 from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
-from dsv4_sglang.model.layer_schedule import LayerSpec
+from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -39,14 +39,14 @@ class CacheLayout(Generic[Spec]):
     """What a block of 128 tokens and a state slot consist of, layer by layer.
 
     Args:
-        schemas: one spec per layer, in order.
+        schemas: one spec per layer, in order. Formats and `draft_tokens` are equal in all of them, and layers of one
+            kind have compressor states of one shape, so that layers can share tensors.
         device: device of the pools. The padding of FP8 blocks depends on it.
         sm100: for a layout whose bytes are only computed, True if its device is an sm_100 GPU. None: query `device`.
         draft_layers: number of layers of a draft model, which are the last ones.
 
     Raises:
-        ValueError: there are no layers, or layers that cannot share tensors: windows of several formats, several
-            numbers of draft tokens, compressor states of several shapes in one kind.
+        ValueError: there are no layers.
     """
 
     schemas: tuple[Spec, ...]
@@ -57,16 +57,6 @@ class CacheLayout(Generic[Spec]):
     def __post_init__(self) -> None:
         if not self.schemas:
             raise ValueError("no layers: a cache needs at least one schema")
-        formats = {schema.ring_format.value for schema in self.schemas}
-        if len(formats) > 1:
-            raise ValueError(f"layers have several KV formats {sorted(formats)}; expected one")
-        drafts = {schema.draft_tokens for schema in self.schemas}
-        if len(drafts) > 1:
-            raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
-        for kind in self.kinds:
-            shapes = {schema.compressor_state_shape for schema in self.schemas if schema.kind is kind}
-            if len(shapes) > 1:
-                raise ValueError(f"{kind.name} compressor states have several shapes {shapes}; expected one")
 
     @staticmethod
     def build(
@@ -126,7 +116,7 @@ class CacheLayout(Generic[Spec]):
             schema, count = self.schemas[layers[0]], len(layers)
             yield self._entries(f"{kind.name} entries", count, *schema.entry_table_shape(blocks), schema.entry_format)
             if schema.has_indexer:
-                shape = (count, blocks, schema.indexer_entries_per_block, schema.key_format.width)
+                shape = (count, blocks, schema.entries_per_block, schema.key_format.width)
                 yield pool_part(f"{kind.name} index keys", shape, schema.key_format.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
@@ -148,23 +138,6 @@ class CacheLayout(Generic[Spec]):
         yield self.rings(slots)
         yield from filter(None, (self.compressor_states(kind, slots) for kind in self.kinds))
 
-    def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
-        """Return the bookkeeping of `slots` slots: positions of ring entries, heads of rings, tokens in open windows.
-
-        It follows from the lengths of the requests, so a server does not store it.
-
-        Raises:
-            ValueError: the layers of this model keep no positions.
-        """
-        if not all(schema.keeps_positions for schema in self.schemas):
-            raise ValueError("slots of this model keep no positions, which follow from lengths; give positions=False")
-        layers, compressed = len(self.schemas), sum(len(self.layers(kind)) for kind in self.kinds)
-        return (
-            pool_part("ring positions", (layers, slots, self.ring_rows), torch.int32),
-            pool_part("ring heads", (layers, slots), torch.int32),
-            pool_part("compressor state lengths", (compressed, slots), torch.int32),
-        )
-
     def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
         """Yield the parts of a state that are live at a multiple of 128 (SPEC 6.6): rings and kept units of compressor
         states.
@@ -183,14 +156,15 @@ class CacheLayout(Generic[Spec]):
     @property
     def block_bytes(self) -> int:
         """Bytes of one more block. The padding of a flat layer does not grow with its blocks."""
-        return sum(
-            schema.block_bytes
-            if schema.is_flat
-            else block_stride_bytes(schema.entries_per_block, schema.entry_format, self.device, self.sm100)
-            + schema.indexer_entries_per_block * schema.indexer_entry_bytes
-            for schema in self.schemas
-            if schema.ratio
-        )
+        size = 0
+        for schema in self.schemas:
+            entries, entry_format = schema.entries_per_block, schema.entry_format
+            if schema.is_flat:
+                size += entries * entry_format.row_bytes
+            elif entries:
+                size += block_stride_bytes(entries, entry_format, self.device, self.sm100)
+            size += entries * schema.key_format.key_bytes * schema.has_indexer
+        return size
 
     @property
     def token_bytes(self) -> float:
@@ -208,3 +182,58 @@ class CacheLayout(Generic[Spec]):
 def pool_part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:
     """Return a `PoolPart` of tensors without padding."""
     return PoolPart(name, shape, dtype, math.prod(shape) * dtype.itemsize)
+
+
+class BlockBudget(TypedDict):
+    """Storage that a load needs.
+
+    `csa` and `hca` are numbers of entries in a layer of that kind, 0 if the schedule has none. `blocks` counts blocks
+    of 128 tokens. `block_bytes` and `state_bytes` are the bytes of one block and of one state slot in all layers,
+    `bytes` those of all blocks and slots.
+    """
+
+    csa: int
+    hca: int
+    blocks: int
+    state_slots: int
+    block_bytes: int
+    state_bytes: int
+    bytes: int
+
+
+def compute_block_budget(
+    config: DSV4Config,
+    schedule: Sequence[LayerSpec],
+    max_context_len: int,
+    max_requests: int,
+    **options: Unpack[SchemaOptions],
+) -> BlockBudget:
+    """Return the storage for a number of requests of equal length, without shared blocks.
+
+    A block is allocated with its first token, so a request takes ceil(max_context_len / 128) blocks.
+
+    Args:
+        config: configuration of the model.
+        schedule: kinds of the layers.
+        max_context_len: tokens of each request.
+        max_requests: number of requests.
+        options: as in `build_schema`.
+
+    Raises:
+        ValueError: as in `build_schema`, or a length or number below 1.
+    """
+    for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+    layout = CacheLayout.build(config, schedule, torch.device("cpu"), **options)
+    blocks = max_requests * math.ceil(max_context_len / BLOCK_TOKENS)
+    entries = {schema.kind: blocks * schema.entries_per_block for schema in layout.schemas}
+    return BlockBudget(
+        csa=entries.get(AttentionType.CSA, 0),
+        hca=entries.get(AttentionType.HCA, 0),
+        blocks=blocks,
+        state_slots=max_requests,
+        block_bytes=layout.block_bytes,
+        state_bytes=layout.slot_bytes,
+        bytes=blocks * layout.block_bytes + max_requests * layout.slot_bytes,
+    )

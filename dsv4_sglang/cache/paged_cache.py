@@ -25,8 +25,6 @@ class PagedKVPool:
     Views of the same memory:
     - `entries_fp8` [num_blocks, n, 448] uint8, `entries_rope` [num_blocks, n, 64] bf16, `inv_scale` [num_blocks, n]
       float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA). None unless the format is V4's FP8.
-    - `flashmla_view`: `entries` with the head dimension that FlashMLA requires, [.., .., 1, 584] uint8. None unless the
-      format is V4's FP8.
     - `indexer_keys_fp4` [num_blocks, n, 64] uint8, `indexer_scales` [num_blocks, n, 8] float8_e4m3fn. None without an
       indexer or with unquantised keys.
 
@@ -48,14 +46,11 @@ class PagedKVPool:
         self.entries = make_kv_buffers(1, *shape, schema.entry_format, self.device)[0]
         self.index_keys: Tensor | None = None
         if schema.has_indexer:
-            self.index_keys = make_key_table(
-                num_blocks, schema.indexer_entries_per_block, schema.key_format, self.device
-            )
+            self.index_keys = make_key_table(num_blocks, schema.entries_per_block, schema.key_format, self.device)
 
         self.entries_fp8: Tensor | None = None
         self.entries_rope: Tensor | None = None
         self.inv_scale: Tensor | None = None
-        self.flashmla_view: Tensor | None = None
         if schema.entry_format is KVFormat.FP8:
             views = KVBuffer(self.entries, KVFormat.FP8).views()
             assert views is not None
@@ -63,7 +58,6 @@ class PagedKVPool:
                 view.transpose(0, 1) if schema.is_flat else view for view in (views.fp8, views.rope, views.inv_scale)
             ]
             self.entries_fp8, self.entries_rope, self.inv_scale = by_block
-            self.flashmla_view = self.entries.unsqueeze(2)
 
         keys = KeyTable(self.index_keys, schema.key_format).views() if self.index_keys is not None else None
         self.indexer_keys_fp4: Tensor | None = keys.fp4 if keys else None

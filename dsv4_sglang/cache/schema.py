@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-_INT32_BYTES = 4
 
 _Option = TypeVar("_Option", bound=enum.Enum)
 
@@ -40,7 +33,6 @@ class LayerCacheSchema(LayerKVSpec):
     attn: AttentionType
     entry_head_dim: int
     rope_dim: int
-    swa_window_size: int
     # Dims of an index key, 0 without an indexer.
     indexer_head_dim: int
     kv_format: KVFormat
@@ -115,16 +107,6 @@ class LayerCacheSchema(LayerKVSpec):
         rings = self.rows.csa
         return rings.previous_z // CSA_RATIO - 1, rings.rows // CSA_RATIO - 1
 
-    @property
-    def position_bytes(self) -> int:
-        """Bytes of a slot's bookkeeping: swa_pos, swa_head and, with a compressor, tail_len."""
-        return (self.ring_rows + 1 + (self.ratio > 0)) * _INT32_BYTES
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a state slot in this layer, with bookkeeping of positions."""
-        return super().state_bytes + self.position_bytes
-
 
 class SchemaOptions(TypedDict, total=False):
     """Options of `build_schema`."""
@@ -162,69 +144,11 @@ def build_schema(
         attn=layer_spec.attn,
         entry_head_dim=config.head_dim,
         rope_dim=config.rope_dim,
-        swa_window_size=config.window,
         indexer_head_dim=config.index_head_dim if has_indexer else 0,
         kv_format=_option(KVFormat, "kv_format", kv_format),
         key_format=_option(KeyFormat, "key_format", key_format),
         hca_state=_option(HcaState, "hca_state", hca_state),
         draft_tokens=draft_tokens,
-    )
-
-
-class BlockBudget(TypedDict):
-    """Storage that a load needs.
-
-    `csa` and `hca` are numbers of entries in a layer of that kind, 0 if the schedule has none. `blocks` counts blocks
-    of 128 tokens. `block_bytes` and `state_bytes` are the bytes of one block and of one state slot in all layers,
-    `bytes` those of all blocks and slots.
-    """
-
-    csa: int
-    hca: int
-    blocks: int
-    state_slots: int
-    block_bytes: int
-    state_bytes: int
-    bytes: int
-
-
-def compute_block_budget(
-    config: DSV4Config,
-    schedule: Sequence[LayerSpec],
-    max_context_len: int,
-    max_requests: int,
-    **options: Unpack[SchemaOptions],
-) -> BlockBudget:
-    """Return the storage for a number of requests of equal length, without shared blocks.
-
-    A block is allocated with its first token, so a request takes ceil(max_context_len / 128) blocks.
-
-    Args:
-        config: configuration of the model.
-        schedule: kinds of the layers.
-        max_context_len: tokens of each request.
-        max_requests: number of requests.
-        options: as in `build_schema`.
-
-    Raises:
-        ValueError: as in `build_schema`, or a length or number below 1.
-    """
-    for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
-    schemas = [build_schema(config, spec, **options) for spec in schedule]
-    blocks = max_requests * math.ceil(max_context_len / BLOCK_TOKENS)
-    rows = {schema.attn: blocks * schema.entries_per_block for schema in schemas}
-    block_bytes = sum(schema.block_bytes for schema in schemas)
-    state_bytes = sum(schema.state_bytes for schema in schemas)
-    return BlockBudget(
-        csa=rows.get(AttentionType.CSA, 0),
-        hca=rows.get(AttentionType.HCA, 0),
-        blocks=blocks,
-        state_slots=max_requests,
-        block_bytes=block_bytes,
-        state_bytes=state_bytes,
-        bytes=blocks * block_bytes + max_requests * state_bytes,
     )
 
 

@@ -12,9 +12,6 @@ from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import CSA_RATIO
 
-# `swa_pos` of a ring entry that holds no token.
-EMPTY = -1
-
 
 class StateStorage:
     """State of all layers: slots of running requests and compact snapshots of them, in a few tensors.
@@ -22,27 +19,24 @@ class StateStorage:
     - `rings` [layers, slots, R, width]: window entries, position t at index t % R (R: `CacheLayout.ring_rows`).
     - `compressor_states`: fp32, by kind, [layers, slots, *`LayerCacheSchema.compressor_state_shape`]. Without drafts
       CSA [.., .., 24, 640]; HCA [.., .., 256, 512] raw, [.., .., 3, 512] online; V4.1's pairs [.., .., 1, 1024].
-    - `swa_pos` [layers, slots, R], `swa_head` [layers, slots], `tail_len` [layers, slots] int32. None without
-      `positions`, because they follow from the lengths of the requests.
 
     Slots are numbered from 0, snapshots from 1. A snapshot of a state at a multiple of 128 keeps only what is live
     (SPEC 6.6). One allocation holds the rings of slots and snapshots. Another holds their CSA compressor states in
     units of four rows, of which a snapshot has two. So a copy between slots and snapshots is a slot copy.
 
     Which part of a slot is live follows from its request's length alone (SPEC 3.7), so a slot need not be cleared for a
-    new request. `reset_slot` clears it so that it reads as empty.
+    new request.
 
     Args:
         layout: layout of the model.
         num_slots: number of state slots.
         snapshots: number of snapshots.
-        positions: allocate `swa_pos`, `swa_head` and `tail_len`.
 
     Raises:
-        ValueError: `num_slots` is below 1, or `positions` is given and the layers keep none (V4.1).
+        ValueError: `num_slots` is below 1.
     """
 
-    def __init__(self, layout: CacheLayout, num_slots: int, snapshots: int = 0, positions: bool = True) -> None:
+    def __init__(self, layout: CacheLayout, num_slots: int, snapshots: int = 0) -> None:
         if num_slots < 1:
             raise ValueError(f"{num_slots} state slots; expected at least 1")
         self.layout, self.num_slots, self.snapshots = layout, num_slots, snapshots
@@ -67,14 +61,6 @@ class StateStorage:
             for kind, compressor_states in self.compressor_states.items()
             for layer, compressor_state in zip(layout.layers(kind), compressor_states)
         }
-        self.swa_pos: Tensor | None = None
-        self.swa_head: Tensor | None = None
-        self.tail_len: Tensor | None = None
-        if positions:
-            at, heads, lengths = (part.shape for part in layout.position_parts(num_slots))
-            self.swa_pos = torch.full(at, EMPTY, dtype=torch.int32, device=self.device)
-            self.swa_head = torch.zeros(heads, dtype=torch.int32, device=self.device)
-            self.tail_len = torch.zeros(lengths, dtype=torch.int32, device=self.device)
 
     def _csa_compressor_states(self, layers: int, columns: int) -> Tensor:
         """Allocate the compressor states of slots and snapshots together. Return those of the slots, [layers, slots,
@@ -98,8 +84,6 @@ class StateStorage:
         """Empty all slots and snapshots in place, whatever the memory contains."""
         for tensor in self.allocations:
             clear_memory(tensor)
-        if self.swa_pos is not None:
-            self.swa_pos.fill_(EMPTY)
         if self._compressor_state_units is not None:
             self._number_units()
 
@@ -111,40 +95,16 @@ class StateStorage:
         """Return a layer's compressor states, [slots, ...]; None without a compressor."""
         return self._compressor_state_of_layer.get(layer)
 
-    def compressor_state_lengths(self, layer: int) -> Tensor | None:
-        """Return int32 [slots], the tokens in the open windows of a layer; None without a compressor or without
-        `positions`.
-        """
-        if self.tail_len is None or layer not in self._compressor_state_of_layer:
-            return None
-        return self.tail_len[sum(other < layer for other in self._compressor_state_of_layer)]
-
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the slots, which a slot copy copies. The second dimension is the slot."""
-        every = (self.rings, *self.compressor_states.values(), self.swa_pos, self.swa_head, self.tail_len)
-        return [tensor for tensor in every if tensor is not None and tensor.shape[0]]
+        """All tensors of the slots. The second dimension is the slot."""
+        return [self.rings, *self.compressor_states.values()]
 
     @property
     def allocations(self) -> list[Tensor]:
         """One view of each allocated piece of memory: slots, snapshots and unit indices."""
         tables = () if self._compressor_state_units is None else (self._live_units, self._kept_units)
         return [*self.tensors, *tables]
-
-    def reset_slot(self, slot: int) -> None:
-        """Empty a slot in all layers."""
-        check_slot(slot, self.num_slots)
-        for tensor in self.tensors:
-            tensor[:, slot].fill_(EMPTY if tensor is self.swa_pos else 0)
-
-    def copy_slot(self, src: int, dst: int) -> None:
-        """Copy slot `src` to slot `dst` in all layers, as for a fork of a request (SPEC 6.6)."""
-        check_slot(src, self.num_slots)
-        check_slot(dst, self.num_slots)
-        if src == dst:
-            return
-        pair = torch.tensor([[src], [dst]], dtype=torch.int32).to(self.device)
-        torch.ops.dsv4_sglang.copy_state(pair[0], pair[1], self.tensors)
 
     def store(self, slots: Tensor, snapshots: Tensor) -> None:
         """Copy slots to snapshots. The lengths of their requests must be multiples of 128.
@@ -190,16 +150,10 @@ class StateStorage:
         torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the allocations, including snapshots and block padding."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+        """Return the bytes of rings and compressor states, including snapshots and block padding."""
+        return sum(t.untyped_storage().nbytes() for t in (self.rings, *self.compressor_states.values()))
 
 
 def _as_bytes(table: Tensor) -> Tensor:
     """Return a view of [n, ...] as [n, bytes] uint8."""
     return (table if table.dim() > 1 else table[:, None]).view(torch.uint8).view(len(table), -1)
-
-
-def check_slot(slot: int, num_slots: int) -> None:
-    """Raise IndexError for a slot that does not exist."""
-    if not 0 <= slot < num_slots:
-        raise IndexError(f"state slot {slot} is not in 0..{num_slots - 1}")

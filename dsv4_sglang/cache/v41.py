@@ -53,10 +53,6 @@ class V41LayerSchema(LayerKVSpec):
         return V41KVFormat.FP4
 
     @property
-    def keeps_positions(self) -> bool:
-        return False
-
-    @property
     def ring_rows(self) -> int:
         return WINDOW + (self.draft_tokens if self.draft_tokens > 1 else 0)
 

@@ -17,8 +17,7 @@ import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats.index_keys import INDEX_DIM
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM, make_kv_buffers
+from dsv4_sglang.formats.kv_entries import make_kv_buffers
 from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, V41LayerSpec
 
@@ -46,7 +45,7 @@ class V41Step:
     """The tokens of one forward pass, for all layers in order: T tokens of B requests.
 
     For each layer call `append`, in a FULL layer then `append_keys`, in a layer that selects then `select`, and finally
-    `attend`. Calls that the layer's role does not have, or that are out of order, raise ValueError.
+    `attend`. The order of calls and the inputs of each role are not checked.
 
     Args:
         config: configuration of the model.
@@ -73,9 +72,7 @@ class V41Step:
         if not metadata.is_decode:
             device = metadata.slots.device
             self._window = make_kv_buffers(1, 1, metadata.window_size, V41KVFormat.FP8, device)[0]
-        self._appended: int | None = None
         self._rows: Tensor | None = None
-        self._selected_by: int | None = None
         self._candidates: Tensor | None = None
         self._lens: dict[int, Tensor] = {}
 
@@ -94,17 +91,10 @@ class V41Step:
             In a FULL layer the latents [T, 512] bf16, normalised and not rotated, in the rows of tokens that complete
             an entry, zeros in other rows. `append_keys` takes them multiplied by the indexer's matrix. None in other
             layers.
-
-        Raises:
-            ValueError: projections or weights of the layer's role are missing or have a wrong shape.
         """
         spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
         ratio = spec.ratio if spec.role is Csa2Role.FULL else 0
-        self._check_shape(spec, "kv", kv, ENTRY_DIM)
-        self._check_shape(spec, "compressor", compressor, ratio * ENTRY_DIM)
         latents = torch.zeros(kv.shape, dtype=torch.bfloat16, device=kv.device) if ratio else None
-        if ratio and weights.latent_norm is None:
-            raise ValueError(f"append, {_name(spec)}: weights.latent_norm is None")
         torch.ops.dsv4_sglang.append_v41(
             *(kv, compressor, weights.kv_norm, weights.latent_norm if ratio else None),
             *(weights.rope, weights.eps, ratio),
@@ -117,7 +107,6 @@ class V41Step:
                 self._window,
             ),
         )
-        self._appended = layer
         return latents
 
     def append_keys(self, layer: int, weights: V41LayerWeights, keys: Tensor) -> None:
@@ -127,21 +116,18 @@ class V41Step:
             layer: id of the layer.
             weights: weights of the layer.
             keys: [T, 128] bf16, the latents from `append`, multiplied by the indexer's matrix.
-
-        Raises:
-            ValueError: the layer has no index keys or was not appended last, or an input is missing or has a wrong
-                shape.
         """
-        spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
-        self._check_order("append_keys", spec)
-        if pool is None:
-            raise ValueError(f"append_keys, {_name(spec)}: only a layer of role full has index keys")
-        self._check_shape(spec, "keys", keys, INDEX_DIM)
-        if weights.key_norm is None:
-            raise ValueError(f"append_keys, {_name(spec)}: weights.key_norm is None")
+        spec, step = self.schedule[layer], self.metadata
         torch.ops.dsv4_sglang.append_v41_keys(
             *(keys, weights.key_norm, weights.rope, weights.eps, spec.ratio),
-            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, pool.index_keys),
+            *(
+                step.slots,
+                step.prefix_lens,
+                step.query_start,
+                step.token_request,
+                step.out_loc,
+                self._owner(spec).index_keys,
+            ),
         )
 
     def select(self, layer: int, weights: V41LayerWeights, q: Tensor, head_weights: Tensor) -> None:
@@ -154,49 +140,32 @@ class V41Step:
             weights: weights of the layer.
             q: [T, Hi, 128] bf16, raw index query before RoPE.
             head_weights: [T, Hi] fp32 or bf16, with or without the factors 128^-0.5 Hi^-0.5.
-
-        Raises:
-            ValueError: the layer does not select or was not appended last, or no layer has chosen its candidates.
         """
         spec, step = self.schedule[layer], self.metadata
-        self._check_order("select", spec)
-        if spec.index_source != layer:
-            raise ValueError(f"select, {_name(spec)}: it uses the selection of layer {spec.index_source}")
-        if spec.within_candidates and self._candidates is None:
-            source = self.config.candidate_source_layer_id
-            raise ValueError(f"select, {_name(spec)}: layer {source} has not chosen the step's candidates")
         tokens, device = len(step.positions), q.device
         if spec.keeps_candidates:
             blocks = self.config.candidate_topk_blocks
             self._candidates = torch.empty(tokens, blocks, dtype=torch.int32, device=device)
-        rows = torch.empty(tokens, self.config.index_topk, dtype=torch.int32, device=device)
+        self._rows = torch.empty(tokens, self.config.index_topk, dtype=torch.int32, device=device)
         torch.ops.dsv4_sglang.index_topk_v41(
             *(q, head_weights, self._owner(spec).index_keys),
             *(step.block_table, step.token_request, step.positions, weights.rope),
             *(spec.ratio, self.config.candidate_block_size),
             self._candidates if spec.keeps_candidates else None,
             self._candidates if spec.within_candidates else None,
-            rows,
+            self._rows,
         )
-        self._rows, self._selected_by = rows, layer
 
     def selected(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the selected entries of the layer's `kv_source`; None in a layer with a window only.
 
         Returns:
             Entry indices int32 [T, top k], -1 for none, and int32 [T], the number of leading indices that may be valid.
-
-        Raises:
-            ValueError: the latest selection is not that of the layer's `index_source`.
         """
         spec = self.schedule[layer]
         if spec.role is Csa2Role.WINDOW:
             return None
-        if self._rows is None or self._selected_by != spec.index_source:
-            raise ValueError(
-                f"{_name(spec)} uses the selection of layer {spec.index_source}; the latest selection is of "
-                f"{'none' if self._selected_by is None else f'layer {self._selected_by}'}"
-            )
+        assert self._rows is not None, "a layer before this one selects"
         if spec.ratio not in self._lens:
             self._lens[spec.ratio] = self.metadata.entry_lens(spec.ratio, self.config.index_topk)
         return self._rows, self._lens[spec.ratio]
@@ -214,12 +183,8 @@ class V41Step:
 
         Returns:
             Output [T, H, 512] with the inverse RoPE applied.
-
-        Raises:
-            ValueError: the layer was not appended last, or its selection is missing (`selected`).
         """
         spec, step = self.schedule[layer], self.metadata
-        self._check_order("attend", spec)
         window = self.state.ring(layer) if self._window is None else self._window
         chosen = self.selected(layer)
         entries = (None, None, None) if chosen is None else (self._owner(spec).entries, *chosen)
@@ -231,22 +196,5 @@ class V41Step:
     def _owner(self, spec: V41LayerSpec) -> PagedKVPool:
         """Return the pool whose entries the layer reads."""
         pool = None if spec.kv_source is None else self.pools[spec.kv_source]
-        assert pool is not None, f"{_name(spec)} reads entries of layer {spec.kv_source}, which has none"
+        assert pool is not None, f"layer {spec.layer_idx} reads entries of layer {spec.kv_source}, which has none"
         return pool
-
-    def _check_order(self, what: str, spec: V41LayerSpec) -> None:
-        if self._appended != spec.layer_idx:
-            raise ValueError(
-                f"{what}, {_name(spec)}: call append of that layer first; the latest append was of layer "
-                f"{self._appended}"
-            )
-
-    def _check_shape(self, spec: V41LayerSpec, name: str, tensor: Tensor | None, columns: int) -> None:
-        given = tuple(tensor.shape) if tensor is not None else None
-        wanted = (len(self.metadata.positions), columns) if columns else None
-        if given != wanted:
-            raise ValueError(f"{_name(spec)}: {name} has shape {given}; expected {wanted}")
-
-
-def _name(spec: V41LayerSpec) -> str:
-    return f"layer {spec.layer_idx} ({spec.role.value})"

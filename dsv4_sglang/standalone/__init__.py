@@ -9,9 +9,8 @@ from dsv4_sglang.standalone.allocator import BlockAllocator
 from dsv4_sglang.standalone.handle import ClassicalView, IndexerView, LayerCacheHandle, SwaView
 from dsv4_sglang.standalone.manager import KVCacheManager, Snapshot
 from dsv4_sglang.standalone.offload import Offloaded
-from dsv4_sglang.standalone.state_cache import StateCachePool
+from dsv4_sglang.standalone.state_cache import SlotStorage, StateCachePool
 from dsv4_sglang.standalone.step import Step
-from dsv4_sglang.standalone.v41_cache import V41Cache
 
 __all__ = [
     "BlockAllocator",
@@ -20,9 +19,9 @@ __all__ = [
     "KVCacheManager",
     "LayerCacheHandle",
     "Offloaded",
+    "SlotStorage",
     "Snapshot",
     "StateCachePool",
     "Step",
     "SwaView",
-    "V41Cache",
 ]

@@ -13,16 +13,15 @@ from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.schema import HcaState
-from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
-from dsv4_sglang.standalone.allocator import BlockAllocator
+from dsv4_sglang.standalone.allocator import BlockAllocator, ids_on
 from dsv4_sglang.standalone.handle import LayerCacheHandle
 from dsv4_sglang.standalone.lengths import RequestLengths
 from dsv4_sglang.standalone.offload import HostSide, Offloaded
-from dsv4_sglang.standalone.state_cache import StateCachePool, resume_slot
+from dsv4_sglang.standalone.state_cache import SlotStorage, StateCachePool
 from dsv4_sglang.standalone.step import NO_BLOCK, Step
 
 
@@ -108,15 +107,12 @@ class KVCacheManager:
             draft_tokens=draft_tokens,
         )
         self.schemas = list(self.layout.schemas)
-        self.state = StateStorage(self.layout, max_concurrent_requests, max_snapshots)
-        self.state_pools = [
-            StateCachePool(schema, max_concurrent_requests, storage=self.state, layer=i)
-            for i, schema in enumerate(self.schemas)
-        ]
+        self.state = SlotStorage(self.layout, max_concurrent_requests, max_snapshots)
+        self.state_pools = [StateCachePool(self.state, layer) for layer in range(len(self.schemas))]
         sizes = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
         self.paged_pools = make_paged_pools(self.layout, sizes)
         self._paged = [pool for pool in self.paged_pools if pool is not None]
-        self.num_blocks = min((pool.num_blocks for pool in self._paged), default=0)
+        self.num_blocks = min((pool.num_blocks for pool in self._paged), default=num_blocks_per_csa_layer)
         self._allocator = BlockAllocator(self.num_blocks, self.device)
         self._host = HostSide(self.state, self._paged, host_requests, host_blocks) if host_requests else None
 
@@ -170,7 +166,7 @@ class KVCacheManager:
         slot = self._admit()
         self._own(slot, snapshot._blocks, 0)
         self.state.load(self._ids(snapshot._number), self._ids(slot))
-        resume_slot(self.state, slot, snapshot.length)
+        self.state.resume_slot(slot, snapshot.length)
         self._lengths.set(slot, snapshot.length, snapshot.length)
         return slot
 
@@ -192,11 +188,10 @@ class KVCacheManager:
 
     def _own(self, slot: int, shared: Sequence[int], new: int) -> list[int]:
         """Give the new request in `slot` the allocated blocks `shared` and `new` free blocks. Return the latter."""
-        device_ids, blocks = self._allocator.acquire_with_host_ids(new)
+        blocks = self._allocator.acquire_ids(new)
         self._allocator.share(shared)
         self._blocks[slot] = [*shared, *blocks]
-        self.block_tables[slot, : len(shared)] = self._ids(*shared)
-        self.block_tables[slot, len(shared) : len(shared) + new] = device_ids
+        self.block_tables[slot, : len(shared) + new] = self._ids(*shared, *blocks)
         return blocks
 
     def _need_blocks(self, count: int, purpose: str) -> None:
@@ -274,7 +269,7 @@ class KVCacheManager:
             raise ValueError(f"the snapshot of {snapshot.length} tokens has been released")
 
     def _ids(self, *numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
+        return ids_on(self.device, numbers)
 
     def release_request(self, slot: int) -> None:
         """Release a state slot.
@@ -302,7 +297,7 @@ class KVCacheManager:
         """
         self._settle(blocks=1)
         if slot is None:
-            block = self._allocator.acquire_with_host_ids(1)[1][0]
+            block = self._allocator.acquire_ids(1)[0]
             self._unowned.add(block)
             return block
         blocks = self._blocks_of_request(slot)
@@ -311,10 +306,10 @@ class KVCacheManager:
                 f"OOM: state slot {slot} has {len(blocks)} blocks, the maximum of a request (context length "
                 f"{self.config.max_position_embeddings}, {self.num_blocks} blocks in the cache)"
             )
-        device_ids, host_ids = self._allocator.acquire_with_host_ids(1)
-        self.block_tables[slot, len(blocks)] = device_ids[0]
-        blocks.append(host_ids[0])
-        return host_ids[0]
+        block = self._allocator.acquire_ids(1)[0]
+        self.block_tables[slot, len(blocks)] = block  # a fill, which does not wait for the device
+        blocks.append(block)
+        return block
 
     def release_blocks(self, slot: int) -> None:
         """Release all blocks of the request in `slot`, which is then empty. Other owners keep shared blocks."""
@@ -397,10 +392,9 @@ class KVCacheManager:
             positions,
             request_ids,
             self.block_tables,
-            draft_tokens=self.layout.schemas[0].draft_tokens,
-            has_blocks=self.num_blocks > 0,
+            self._lengths,
+            draft_tokens=self.schemas[0].draft_tokens,
             tokens_per_request=tokens_per_request,
-            lengths=self._lengths,
         )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
@@ -430,7 +424,7 @@ class KVCacheManager:
         self._lengths.raise_if_skipped()
 
     def memory_bytes(self) -> int:
-        """Return the bytes of all pools and snapshots, without block tables, lengths and free lists."""
+        """Return the bytes of all pools and snapshots, without block tables, positions, lengths and free lists."""
         return self.state.memory_bytes() + sum(pool.memory_bytes() for pool in self._paged)
 
     def _host_side(self) -> HostSide:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostStates
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.standalone.allocator import ids_on
 
 
 @dataclass(eq=False)
@@ -71,7 +72,7 @@ class HostSide:
             self._wait(before)  # both use the staging buffer on the GPU
             self.slots.save(slot, there)
             if self.blocks is not None:
-                self.blocks.save(self._ids(blocks), torch.from_numpy(rows))
+                self.blocks.save(ids_on(self._device, blocks).long(), torch.from_numpy(rows))
 
         self._saved = self._on(stream, copy)
         return Offloaded(len(blocks), self._saved, (there, rows), lengths)
@@ -92,7 +93,7 @@ class HostSide:
             self._wait(before)
             self.slots.load(slot, there)
             if self.blocks is not None:
-                ids, host_rows = self._ids(blocks), torch.from_numpy(rows)
+                ids, host_rows = ids_on(self._device, blocks).long(), torch.from_numpy(rows)
                 for layer in range(self._layers):
                     self.blocks.load(ids, host_rows, layer)
 
@@ -133,9 +134,6 @@ class HostSide:
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
-
-    def _ids(self, blocks: Sequence[int]) -> Tensor:
-        return torch.tensor(list(blocks), dtype=torch.int64).to(self._device)
 
     def _on(self, stream: torch.cuda.Stream | None, copy: Callable[[], None]) -> torch.cuda.Event | None:
         """Run `copy` on `stream`, by default the current stream, after the work of the current stream."""

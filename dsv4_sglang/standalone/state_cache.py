@@ -1,25 +1,73 @@
-"""`StateCachePool`: the state of one layer, with a view of each part of it."""
+"""Slots of requests of a cache without a server: `SlotStorage` for all layers, `StateCachePool` for one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema
-from dsv4_sglang.cache.state_cache import EMPTY, StateStorage, check_slot
+from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.formats import KVBuffer
 from dsv4_sglang.model.geometry import HCA_ONLINE_ROWS, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.standalone.allocator import ids_on
+
+# `swa_pos` of a ring entry that holds no token.
+EMPTY = -1
 
 # Parts of a compressor state of raw tokens and of an online one. An HCA layer has the first two raw parts.
 RAW_PARTS = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
 ONLINE_PARTS = ("tail_max", "tail_sum", "tail_acc")
 
 
+class SlotStorage(StateStorage):
+    """`StateStorage` with the positions that each slot holds, for inspection.
+
+    They follow from the lengths of the requests, so a server does not store them.
+
+    Attributes:
+        swa_pos: [layers, slots, R] int32, position of each ring entry, -1 for none.
+        swa_head: [layers, slots] int32, ring index of the next position.
+        tail_len: [layers, slots] int32, tokens in the open window.
+    """
+
+    def __init__(self, layout: CacheLayout[LayerCacheSchema], num_slots: int, snapshots: int = 0) -> None:
+        super().__init__(layout, num_slots, snapshots)
+        shape = len(layout.schemas), num_slots
+        self.swa_pos = torch.full((*shape, layout.ring_rows), EMPTY, dtype=torch.int32, device=self.device)
+        self.swa_head = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.tail_len = torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the slots. The second dimension is the slot."""
+        return [*super().tensors, self.swa_pos, self.swa_head, self.tail_len]
+
+    def reset_slot(self, slot: int) -> None:
+        """Empty a slot in all layers."""
+        for tensor in self.tensors:
+            tensor[:, slot].fill_(EMPTY if tensor is self.swa_pos else 0)
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        """Copy slot `src` to slot `dst` in all layers, as for a fork of a request (SPEC 6.6)."""
+        torch.ops.dsv4_sglang.copy_state(ids_on(self.device, [src]), ids_on(self.device, [dst]), self.tensors)
+
+    def resume_slot(self, slot: int, length: int) -> None:
+        """Set the positions of an empty slot after its state was loaded from a snapshot.
+
+        Args:
+            slot: the slot. Its rings hold the window of `length` tokens.
+            length: tokens of the snapshot, a multiple of 128.
+        """
+        rows = self.layout.ring_rows
+        window = torch.arange(length - WINDOW, length, dtype=torch.int32, device=self.device)
+        self.swa_pos[:, slot, window.long() % rows] = window
+        self.swa_head[:, slot] = length % rows
+
+
 class StateCachePool:
-    """State of one layer with `max_requests` slots: a pool of its own, or views of layer `layer` of a shared storage.
+    """State of layer `layer`: views of a `SlotStorage`.
 
     Tensors, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `compressor_state`
     (None for SWA; shape in `LayerCacheSchema.compressor_state_shape`). All others are views of them. Names end in `a`
@@ -38,34 +86,16 @@ class StateCachePool:
     | index_tail_ka, _za, _kb, _zb | the same with 128 columns | CSA |
     | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (copy t % n) fp32 | HCA online |
     | tail_len | [slots] int32, tokens in the open window | CSA, HCA |
-
-    Raises:
-        ValueError: `storage` has another number of slots, or no position tables.
     """
 
-    def __init__(
-        self,
-        schema: LayerCacheSchema,
-        max_requests: int,
-        device: torch.device | str | None = None,
-        *,
-        storage: StateStorage | None = None,
-        layer: int = 0,
-    ) -> None:
-        if storage is None:
-            storage = StateStorage(CacheLayout((schema,), resolve_device(device)), max_requests)
-        if storage.num_slots != max_requests:
-            raise ValueError(f"the storage has {storage.num_slots} slots; expected {max_requests}")
-        if storage.swa_pos is None or storage.swa_head is None:
-            raise ValueError("the storage has no position tables; construct it with positions=True")
+    def __init__(self, storage: SlotStorage, layer: int) -> None:
+        schema = storage.layout.schemas[layer]
         self.schema = schema
-        self.max_requests = max_requests
-        self.device = storage.device
         self.ring: Tensor = storage.ring(layer)
         self.compressor_state: Tensor | None = storage.compressor_state(layer)
         self.swa_pos: Tensor = storage.swa_pos[layer]
         self.swa_head: Tensor = storage.swa_head[layer]
-        self.tail_len: Tensor | None = storage.compressor_state_lengths(layer)
+        self.tail_len: Tensor | None = storage.tail_len[layer] if schema.ratio else None
 
         views = KVBuffer(self.ring, schema.kv_format).views()
         self.swa_fp8: Tensor | None = views.fp8 if views else None
@@ -74,29 +104,6 @@ class StateCachePool:
         parts = _compressor_state_parts(schema, self.compressor_state)
         for name in (*RAW_PARTS, *(f"index_{name}" for name in RAW_PARTS), *ONLINE_PARTS):
             setattr(self, name, parts.get(name))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of a slot. The first dimension is the slot."""
-        every = (self.ring, self.compressor_state, self.swa_pos, self.swa_head, self.tail_len)
-        return [tensor for tensor in every if tensor is not None]
-
-    def reset_slot(self, slot: int) -> None:
-        """Empty a slot of this layer."""
-        check_slot(slot, self.max_requests)
-        for tensor in self.tensors:
-            tensor[slot].fill_(EMPTY if tensor is self.swa_pos else 0)
-
-    def copy_slot(self, src: int, dst: int) -> None:
-        """Copy slot `src` of this layer to slot `dst`."""
-        check_slot(src, self.max_requests)
-        check_slot(dst, self.max_requests)
-        for tensor in self.tensors:
-            tensor[dst].copy_(tensor[src])
-
-    def memory_bytes(self) -> int:
-        """Return the bytes of this layer's slots, block padding included; exact also for a view of a shared storage."""
-        return sum(self.max_requests * tensor.stride(0) * tensor.element_size() for tensor in self.tensors)
 
 
 def _compressor_state_parts(schema: LayerCacheSchema, state: Tensor | None) -> dict[str, Tensor]:
@@ -112,18 +119,3 @@ def _compressor_state_parts(schema: LayerCacheSchema, state: Tensor | None) -> d
     if schema.hca_state is HcaState.RAW:
         return dict(zip(RAW_PARTS, state.split(HCA_RATIO, dim=1)))
     return dict(zip(ONLINE_PARTS, state.unflatten(1, (-1, HCA_ONLINE_ROWS)).squeeze(1).unbind(-2)))
-
-
-def resume_slot(storage: StateStorage, slot: int, length: int) -> None:
-    """Set the position tables of an empty slot after its state was loaded from a snapshot.
-
-    Args:
-        storage: storage with position tables.
-        slot: the slot. Its rings hold the window of `length` tokens.
-        length: tokens of the snapshot, a multiple of 128.
-    """
-    assert storage.swa_pos is not None and storage.swa_head is not None
-    rows = storage.swa_pos.shape[2]
-    window = torch.arange(length - WINDOW, length, dtype=torch.int32, device=storage.device)
-    storage.swa_pos[:, slot, window.long() % rows] = window
-    storage.swa_head[:, slot] = length % rows

@@ -41,13 +41,12 @@ class _Derived:
     """Values derived from a step's tensors.
 
     Attributes:
-        problems: result of `Step._problems`.
         problem: [B] int32, problem of each request if the step is not read back, 0 for none.
+        recorded: True if derived while a CUDA graph was captured.
     """
 
     metadata: StepMetadata
     requests: _Requests
-    problems: Tensor
     problem: Tensor
     recorded: bool
     claim: Claim | None = None
@@ -71,13 +70,10 @@ class Step:
         positions: [T] int32 or int64, position of each token in its request.
         request_ids: [T] int, distinct numbers for the requests of the step.
         block_tables: [slots, blocks] int32, block ids of every state slot's request, -1 for none.
+        lengths: tokens of each request in each layer.
         draft_tokens: maximum tokens per request that a decode step may write and the next one roll back (`state_rows`).
             The next step then begins at an earlier position.
-        has_blocks: False for a cache of SWA layers only, whose tokens need no blocks.
-        ring_rows: entries of a slot's window ring, by default those of V4 for this number of draft tokens.
         tokens_per_request: see above.
-        lengths: tokens of each request in each layer; None if the caller tracks them (`V41Cache`). A step without them
-            is always read back.
 
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or `tokens_per_request` does not fit.
@@ -89,12 +85,10 @@ class Step:
         positions: Tensor,
         request_ids: Tensor,
         block_tables: Tensor,
+        lengths: RequestLengths,
         *,
         draft_tokens: int = 0,
-        has_blocks: bool = True,
-        ring_rows: int | None = None,
         tokens_per_request: int | None = None,
-        lengths: RequestLengths | None = None,
     ) -> None:
         for name, tensor in (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids)):
             if tensor.dim() != 1 or tensor.shape != request_slots.shape:
@@ -118,8 +112,6 @@ class Step:
         self.request_ids = request_ids
         self.block_tables = block_tables
         self.draft_tokens = draft_tokens
-        self.has_blocks = has_blocks
-        self.ring_rows = state_rows(draft_tokens).ring if ring_rows is None else ring_rows
         self.tokens_per_request = tokens_per_request
         self.lengths = lengths
         self._derived: _Derived | None = None
@@ -135,14 +127,12 @@ class Step:
 
     @property
     def metadata(self) -> StepMetadata:
-        """Metadata for the layers. Its `out_loc` is negative if a position has no block; `check_blocks` rejects
-        that.
-        """
+        """Metadata for the layers."""
         return self._derive().metadata
 
     def _tokens_per_request(self) -> int | None:
         """Return the number of tokens per request, None if the step is read back to count them."""
-        if self.tokens_per_request is None and self.lengths is not None and _is_recorded(self.positions.device):
+        if self.tokens_per_request is None and _is_recorded(self.positions.device):
             return 1
         return self.tokens_per_request
 
@@ -160,11 +150,11 @@ class Step:
         slots = self.request_slots[first].int()
         # A padding request gets the blocks of some slot, which are never read.
         block_table = self.block_tables[slots.long().clamp(0, self.block_tables.shape[0] - 1)]
-        out_loc = self._out_loc(block_table[owner], at) if self.has_blocks else at
+        out_loc = self._out_loc(block_table[owner], at)
         problems = self._problems(requests, out_loc)
         problem = torch.zeros_like(slots)
         if per_request is None:
-            self._raise_first(problems, Problem.SHARED_SLOT)
+            self._raise_first(problems)
         else:
             problem = problems.view(len(slots), per_request).amin(1)
             problem = problem.masked_fill(problem > max(Problem), 0)
@@ -177,9 +167,9 @@ class Step:
             positions=at,
             out_loc=out_loc,
             block_table=block_table,
-            decode_ring_rows=self.ring_rows if requests.is_decode else None,
+            decode_ring_rows=state_rows(self.draft_tokens).ring if requests.is_decode else None,
         )
-        return _Derived(metadata, requests, problems, problem, recorded)
+        return _Derived(metadata, requests, problem, recorded)
 
     def _count(self) -> _Requests:
         """Find the requests as runs of equal request ids. Waits for the device."""
@@ -218,14 +208,12 @@ class Step:
             found = found.masked_fill(wrong, problem)
         return found
 
-    def _raise_first(self, problems: Tensor, last: Problem) -> None:
-        """Raise ValueError for the lowest of `problems` up to `last`, and the first token that has it. Waits for the
-        device.
-        """
+    def _raise_first(self, problems: Tensor) -> None:
+        """Raise ValueError for the lowest of `problems` and the first token that has it. Waits for the device."""
         if not len(problems):
             return
         lowest, token = (int(value) for value in problems.min(0))
-        if lowest <= last:
+        if lowest <= max(Problem):
             slot, position = int(self.request_slots[token]), int(self.positions[token])
             raise ValueError(Problem(lowest).describe(slot, position, self.block_tables.shape[0]))
 
@@ -239,17 +227,12 @@ class Step:
         block = block.masked_fill(index >= blocks.shape[1], NO_BLOCK)
         return block * BLOCK_TOKENS + at % BLOCK_TOKENS
 
-    def check_blocks(self) -> None:
-        """Raise ValueError if a token has no block and the step is read back."""
-        if self._tokens_per_request() is None:
-            self._raise_first(self._derive().problems, Problem.NO_BLOCK)
-
     def begin_append(self, layer: int) -> StepMetadata:
         """Return the metadata for the append of a layer, without the requests that the layer must skip.
 
         Raises:
-            ValueError: the layer has already appended the step. If the step is read back, also for a token without a
-                block and for a request whose tokens in this layer do not end where the step begins.
+            ValueError: the layer has already appended the step. If the step is read back, also for a step that must not
+                be written and for a request whose tokens in this layer do not end where the step begins.
         """
         derived = self._derive()
         if layer in self._appended:
@@ -260,16 +243,13 @@ class Step:
     def end_append(self, layer: int) -> None:
         """Record that the layer has the step's tokens."""
         derived = self._derive()
-        assert self.lengths is not None and derived.claim is not None
+        assert derived.claim is not None
         self.lengths.commit(layer, derived.claim)
         self._appended.add(layer)
 
     def _claim(self, derived: _Derived, layer: int) -> Claim:
         lengths = self.lengths
-        if lengths is None:
-            raise ValueError("the step has no request lengths; get the step from KVCacheManager.begin_step")
         if derived.claim is None or lengths.claimed_by is not self:
-            self.check_blocks()
             step = derived.metadata
             end = step.prefix_lens + step.query_start.diff()
             may_roll_back = step.is_decode and self.draft_tokens > 1

@@ -117,7 +117,7 @@ class StateSlotPool(MambaPool):
         self.staging = cache_params.staging
         slots = size + 1 + self.staging
         with released_while_asleep(enable_memory_saver):
-            self.storage = StateStorage(cache_params.cache_layout, slots, cache_params.snapshots, positions=False)
+            self.storage = StateStorage(cache_params.cache_layout, slots, cache_params.snapshots)
         self.mamba_cache = self.State(
             conv=self.storage.tensors,
             temporal=torch.zeros((self.num_mamba_layers, slots, 0), device=device),
