@@ -253,7 +253,7 @@ class Bench:
         pinned = self.device.type == "cuda"
         with running_on(cpus):
             host = torch.zeros(self.bytes_moved, dtype=torch.uint8, pin_memory=pinned)
-            pages = HostMemory(self.bytes_moved, self.device) if pinned else None
+            pages = HostMemory(self.bytes_moved, self.device, cpus) if pinned else None
         # Keep a reference: torch would reuse freed pinned memory whatever its NUMA node.
         self.held.append(host)
         yield from self.swap(place, "copy", Copy(host, self.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import os
@@ -74,35 +75,25 @@ class HostMemory:
     two and keeps freed memory.) The memory is unpinned when the object is freed, after all copies in flight. Tensors
     that still refer to it keep it as pageable memory.
 
+    Args:
+        nbytes: size in bytes, rounded up to whole pages.
+        device: device that accesses the memory.
+        cpus: with a GPU, CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
+
     Raises:
         RuntimeError: the system does not provide or pin this much memory.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.bytes = _pages(self.nbytes)
         if device.type != "cuda":
+            self.bytes = _pages(self.nbytes)
             return
-        _register(self.bytes, device)
+        with running_on(cpus_near(device) if cpus is None else cpus):
+            self.bytes = _pages(self.nbytes)
+            _register(self.bytes, device)
         unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr(), device)
         unpin.atexit = False  # process exit unpins, and CUDA may already be shut down
-
-
-def host_memory(nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> HostMemory:
-    """Allocate `HostMemory`.
-
-    Args:
-        nbytes: size in bytes, rounded up to whole pages.
-        device: device that accesses the memory. For a GPU it is pinned.
-        cpus: CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
-
-    Raises:
-        RuntimeError: as in `HostMemory`.
-    """
-    if device.type != "cuda":
-        return HostMemory(nbytes, device)
-    with running_on(cpus_near(device) if cpus is None else cpus):
-        return HostMemory(nbytes, device)
 
 
 def _pages(nbytes: int) -> Tensor:
@@ -196,13 +187,16 @@ def _size(nbytes: int) -> str:
 
 
 class HostRowBuffer:
-    """Host memory `rows` [count, row_bytes] uint8. With a GPU, saves pass through a staging buffer on it.
+    """Host memory `rows` [count, row_bytes] uint8. A row holds one item: row i of all `views`, each at its offset.
+
+    With a GPU, saves pass through a staging buffer on it.
 
     Args:
         name: name of `count` in error messages.
         count: number of rows.
+        views: by layer, tensors with an item in every row, [items, n] without gaps in a row, all on one device.
+        offsets: by layer, the offset of each view in a host row.
         row_bytes: bytes of a row.
-        device: device of the data. With a GPU the memory is pinned.
         cpus: as in `HostBlockPool`.
         staged: rows of the staging buffer.
 
@@ -212,20 +206,53 @@ class HostRowBuffer:
     """
 
     def __init__(
-        self, name: str, count: int, row_bytes: int, device: torch.device, cpus: Collection[int] | None, staged: int
+        self,
+        name: str,
+        count: int,
+        views: Sequence[Sequence[Tensor]],
+        offsets: Sequence[Sequence[int]],
+        row_bytes: int,
+        cpus: Collection[int] | None,
+        staged: int,
     ) -> None:
         if count < 1:
             raise ValueError(f"{name} is {count}; expected at least 1")
-        self.device = device
-        self._memory = host_memory(count * row_bytes, device, cpus)
+        self._views, self._offsets = views, offsets
+        self.device = views[0][0].device
+        self._memory = HostMemory(count * row_bytes, self.device, cpus)
         self.rows = self._memory.bytes[: count * row_bytes].view(count, row_bytes)
         self._staging: Tensor | None = None
-        if device.type == "cuda":
-            self._staging = torch.empty((min(staged, count), row_bytes), dtype=torch.uint8, device=device)
+        if self.device.type == "cuda":
+            self._staging = torch.empty((min(staged, count), row_bytes), dtype=torch.uint8, device=self.device)
 
     def memory_bytes(self) -> int:
         """Return the bytes of host memory, in whole pages."""
         return self._memory.nbytes
+
+    def _save(self, items: Tensor, rows: Tensor) -> None:
+        """Copy items of all layers to the host, ordered on the current stream.
+
+        Args:
+            items: int64 [n] on the device, rows of the views.
+            rows: int64 [n] on the CPU, rows of the host memory.
+        """
+        layers = range(len(self._views))
+        if self._staging is None:
+            self._swap(layers, self.rows, items, rows, to_host=True)
+            return
+        for begin in range(0, len(rows), len(self._staging)):
+            part = rows[begin : begin + len(self._staging)]
+            here, there = items[begin : begin + len(part)], torch.arange(len(part))
+            self._swap(layers, self._staging, here, there, to_host=True)
+            for first, last in runs(part):
+                row = int(part[first])
+                to = self.rows[row : row + last - first]
+                to.copy_(self._staging[first:last], non_blocking=True)
+
+    def _swap(self, layers: range, host: Tensor, items: Tensor, rows: Tensor, *, to_host: bool) -> None:
+        views = [view for layer in layers for view in self._views[layer]]
+        offsets = [offset for layer in layers for offset in self._offsets[layer]]
+        torch.ops.dsv4_sglang.swap_blocks(views, host, items, rows, to_host, offsets)
 
 
 class HostBlockPool(HostRowBuffer):
@@ -244,20 +271,17 @@ class HostBlockPool(HostRowBuffer):
         spare: bytes at the end of each row for other users. Rows are then whole pages.
 
     Raises:
-        ValueError: the pools are on several devices, or `num_blocks` is below 1.
+        ValueError: `num_blocks` is below 1.
         RuntimeError: the system does not provide or pin this much memory. The message has the requested size.
     """
 
     def __init__(
         self, pools: Sequence[PagedKVPool], num_blocks: int, cpus: Collection[int] | None = None, spare: int = 0
     ) -> None:
-        devices = {pool.device for pool in pools}
-        if len(devices) != 1:
-            raise ValueError(f"the pools are on {sorted(map(str, devices))}; expected one device")
-        self._views = [pool.block_views() for pool in pools]
-        self._offsets, end = _row_layout(self._views)
+        views = [pool.block_views() for pool in pools]
+        offsets, end = _row_layout(views)
         self.num_blocks, self.block_bytes = num_blocks, host_row_bytes(end, spare)
-        super().__init__("num_blocks", num_blocks, self.block_bytes, devices.pop(), cpus, STAGED_BLOCKS)
+        super().__init__("num_blocks", num_blocks, views, offsets, self.block_bytes, cpus, STAGED_BLOCKS)
 
     def save(self, blocks: Tensor, rows: Tensor) -> None:
         """Copy blocks of all layers to the host, ordered on the current stream.
@@ -268,17 +292,7 @@ class HostBlockPool(HostRowBuffer):
             blocks: int64 [n] on the device, block ids as `swap_blocks` takes them.
             rows: int64 [n] on the CPU, rows of the host pool.
         """
-        if self._staging is None:
-            self._swap(range(len(self._views)), self.rows, blocks, rows, to_host=True)
-            return
-        for begin in range(0, len(rows), len(self._staging)):
-            part = rows[begin : begin + len(self._staging)]
-            here, there = blocks[begin : begin + len(part)], torch.arange(len(part))
-            self._swap(range(len(self._views)), self._staging, here, there, to_host=True)
-            for first, last in runs(part):
-                row = int(part[first])
-                to = self.rows[row : row + last - first]
-                to.copy_(self._staging[first:last], non_blocking=True)
+        self._save(blocks, rows)
 
     def layers_with(self, layer: int, blocks: int) -> int:
         """Return the number of layers that the launch for `layer` loads, 0 if an earlier launch has already loaded it.
@@ -303,11 +317,6 @@ class HostBlockPool(HostRowBuffer):
         """
         if count := self.layers_with(layer, len(rows)):
             self._swap(range(layer, layer + count), self.rows, blocks, rows, to_host=False)
-
-    def _swap(self, layers: range, host: Tensor, blocks: Tensor, rows: Tensor, *, to_host: bool) -> None:
-        views = [view for layer in layers for view in self._views[layer]]
-        offsets = [offset for layer in layers for offset in self._offsets[layer]]
-        torch.ops.dsv4_sglang.swap_blocks(views, host, blocks, rows, to_host, offsets)
 
 
 def host_row_bytes(nbytes: int, spare: int) -> int:
@@ -384,10 +393,9 @@ class HostStates(HostRowBuffer):
     def __init__(
         self, name: str, tables: list[Tensor], first: int, rows: int, cpus: Collection[int] | None, spare: int = 0
     ) -> None:
-        self._tables, self._first = tables, first
-        sizes = [table.shape[1] for table in tables]
-        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        super().__init__(name, rows, host_row_bytes(sum(sizes), spare), tables[0].device, cpus, staged=1)
+        self._first = first
+        *offsets, end = itertools.accumulate((table.shape[1] for table in tables), initial=0)
+        super().__init__(name, rows, [tables], [offsets], host_row_bytes(end, spare), cpus, staged=1)
         # Precomputed on the device, so that a copy needs no transfer of its index.
         self._numbers = torch.arange(len(tables[0]), device=self.device)
 
@@ -396,22 +404,15 @@ class HostStates(HostRowBuffer):
 
         Use one stream at a time: all calls share a staging buffer on the GPU.
         """
-        if self._staging is None:
-            self._swap(self.rows, number, row, to_host=True)
-            return
-        self._swap(self._staging, number, 0, to_host=True)
-        self.rows[row].copy_(self._staging[0], non_blocking=True)
+        self._save(self._index(number), torch.tensor([row]))
 
     def load(self, number: int, row: int) -> None:
         """Copy a host row back to item `number`, ordered on the current stream."""
-        self._swap(self.rows, number, row, to_host=False)
+        self._swap(range(1), self.rows, self._index(number), torch.tensor([row]), to_host=False)
 
-    def _swap(self, host: Tensor, number: int, row: int, *, to_host: bool) -> None:
+    def _index(self, number: int) -> Tensor:
         here = number - self._first
-        if not 0 <= here < len(self._tables[0]):
-            raise IndexError(f"{number} is not in {self._first}..{self._first + len(self._tables[0]) - 1}")
-        index, there = self._numbers[here : here + 1], torch.tensor([row])
-        torch.ops.dsv4_sglang.swap_blocks(self._tables, host, index, there, to_host, self._offsets)
+        return self._numbers[here : here + 1]
 
 
 class HostSnapshotPool(HostStates):
