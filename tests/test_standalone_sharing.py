@@ -21,20 +21,6 @@ def resume(manager: KVCacheManager, snapshot: Snapshot, of: Request, seed: int) 
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("length", "hca_state"), [(130, "raw"), (256, "online")])
-def test_fork_continues_like_the_original(device: torch.device, length: int, hca_state: str) -> None:
-    """Both requests continue from the same tokens with different ones, in a common step and in separate steps."""
-    manager = make_manager(device, hca_state=hca_state, **EXACT)
-    first = Request.admit(manager, 0)
-    run_step(manager, [(first, length)])
-    second = first.fork(manager, 1)
-    run_step(manager, [(second, 1), (first, 1)])
-    run_step(manager, [(second, 60)])
-    run_step(manager, [(first, 3)])
-    check(first, **EXACT)
-    check(second, **EXACT)
-
-
 @pytest.mark.parametrize("options", [{}, {"kv_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}])
 def test_fork_shares_full_blocks_and_copies_the_last(device: torch.device, options: dict[str, str]) -> None:
     manager = make_manager(device, **options)
@@ -88,31 +74,6 @@ def test_forks_of_a_request_with_drafts(device: torch.device) -> None:
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("length", "options"), [(256, EXACT), (128, {"draft_tokens": 5, **ONLINE})])
-def test_requests_resume_from_a_snapshot(device: torch.device, length: int, options: dict[str, Any]) -> None:
-    manager = make_manager(device, max_snapshots=1, blocks=6, **options)
-    first = Request.admit(manager, 0)
-    run_step(manager, [(first, length - 1)])
-    run_step(manager, [(first, 1)])
-    snapshot = manager.take_snapshot(first.slot)
-    assert snapshot.length == length
-    run_step(manager, [(first, 131)])
-    check(first, **EXACT)
-    first.finish(manager)
-    assert manager.num_free_blocks == 6 - length // 128
-    second, third = (resume(manager, snapshot, first, seed) for seed in (1, 2))
-    assert manager.blocks_of(second.slot) == manager.blocks_of(third.slot)
-    assert manager.num_free_blocks == 6 - length // 128, "they share the snapshot's"
-    manager.release_snapshot(snapshot)
-    run_step(manager, [(second, 1), (third, 1)])
-    run_step(manager, [(second, 130), (third, 2)])
-    for request in (second, third):
-        run_step(manager, [(request, 1)])
-        check(request, **EXACT)
-        request.finish(manager)
-    assert manager.num_free_blocks == 6
 
 
 def test_a_resumed_slot_knows_its_positions(device: torch.device) -> None:

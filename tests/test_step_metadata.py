@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
-from dsv4_sglang.attention.step_buffers import DecodeBuffers, align
+from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.model.geometry import state_rows
-from dsv4_sglang.standalone import Step
-from dsv4_sglang.standalone.lengths import RequestLengths
 
 BLOCK = 128
 MAX_LENGTH = 1024
@@ -56,23 +53,24 @@ def snapshot(buffers: DecodeBuffers, tables: Tables, requests: torch.Tensor, seq
     )
 
 
-def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuffers, interval: int) -> StepMetadata:
-    """Return a decode step with the static inputs of a CUDA graph: `lengths` tokens before the step, then padding
-    rows."""
-    device = tables.req_to_token.device
-    n = len(lengths)
-    requests = torch.tensor([*range(1, n + 1), *[0] * padding], device=device)
-    lens = torch.tensor(lengths + [0] * padding, device=device)
-    out_loc = tables.req_to_token[requests, lens].long()
-    snapshot(buffers, tables, requests, lens + 1)
+def build(buffers: DecodeBuffers, requests: torch.Tensor, lens: torch.Tensor, out_loc: torch.Tensor) -> StepMetadata:
+    """Build a decode step of one token per request, where snapshots are due at multiples of 256."""
     return build_decode(
         buffers,
         seq_lens=lens + 1,
         out_loc=out_loc,
-        track_mask=(lens + 1) % interval == 0,
+        track_mask=(lens + 1) % 256 == 0,
         track_slots=100 + requests,
         top_k=TOP_K,
     )
+
+
+def step_inputs(tables: Tables, lengths: list[int], padding: int, each: int) -> tuple[torch.Tensor, ...]:
+    """Return requests, their lengths before the step, and the pool slots of `each` tokens per request. Padding
+    follows."""
+    requests = torch.tensor([*range(1, len(lengths) + 1), *[0] * padding])
+    lens = torch.tensor(lengths + [0] * padding)
+    return requests, lens, tables.req_to_token[requests[:, None], lens[:, None] + torch.arange(each)].flatten().long()
 
 
 def check_decode(
@@ -80,12 +78,11 @@ def check_decode(
     tables: Tables,
     lengths: list[int],
     padding: int,
-    interval: int | None,
     ring_rows: int = 128,
     each: int = 1,
 ) -> None:
-    """Check a step of `each` tokens per request. Snapshots are due at multiples of `interval`, None for none."""
-    assert step.is_decode and (step.copy_src is None) == (interval is None)
+    """Check a step of `each` tokens per request. With one token, snapshots are due at multiples of 256."""
+    assert step.is_decode and (step.copy_src is None) == (each > 1)
     assert step.query_start.tolist() == [each * b for b in range(len(lengths) + padding + 1)]
     for b, length in enumerate(lengths):
         slot = int(tables.state_slot[b + 1])
@@ -96,8 +93,8 @@ def check_decode(
             wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, t - 127), t + 1)]
             assert step.window_indices[token, :seen].tolist() == wanted
             check_blocks_and_entries(step, token, b, t, tables)
-        if interval is not None:
-            due = (length + 1) % interval == 0
+        if each == 1:
+            due = (length + 1) % 256 == 0
             assert (step.copy_src[b], step.copy_dst[b]) == ((slot, 101 + b) if due else (-1, -1))
     for b in range(len(lengths), len(lengths) + padding):
         tokens = slice(b * each, (b + 1) * each)
@@ -113,29 +110,10 @@ LENGTHS = st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=6)
 def test_decode(lengths: list[int], padding: int, ring_rows: int) -> None:
     tables = Tables(len(lengths), torch.device("cpu"))
     buffers = DecodeBuffers(len(lengths) + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows)
-    decode(tables, lengths[::-1], padding, buffers, 256)  # Nothing of an earlier step remains.
-    check_decode(decode(tables, lengths, padding, buffers, 256), tables, lengths, padding, 256, ring_rows)
-
-
-@given(lengths=LENGTHS, draft_tokens=st.sampled_from([0, 8]))
-@settings(max_examples=30)
-def test_the_library_makes_the_same_decode_step(lengths: list[int], draft_tokens: int) -> None:
-    """`Step` from per-token tensors and `build_decode` from SGLang's tables agree in every tensor that both have."""
-    n = len(lengths)
-    tables = Tables(n, torch.device("cpu"))
-    buffers = DecodeBuffers(n, MAX_LENGTH // BLOCK, "cpu", state_rows(draft_tokens).ring)
-    served = decode(tables, lengths, 0, buffers, 256)
-    block_tables = torch.full((n + 1, MAX_LENGTH // BLOCK), -1, dtype=torch.int32)
-    block_tables[tables.state_slot[1:].long()] = tables.pages.int()
-    of_requests = RequestLengths(1, n + 1, torch.device("cpu"))
-    slots = tables.state_slot[1:]
-    step = Step(slots, torch.tensor(lengths), torch.arange(n), block_tables, of_requests, draft_tokens=draft_tokens)
-    assert step.is_decode and step.metadata.is_decode
-    assert torch.equal(step.metadata.out_loc, served.out_loc)
-    for name in ("slots", "prefix_lens", "query_start", "token_request", "positions", "window_lens", "hca_lens"):
-        assert torch.equal(getattr(step.metadata, name), getattr(served, name)), name
-    assert torch.equal(step.metadata.window_indices, served.window_indices)
-    assert torch.equal(step.metadata.csa_lens.clamp_max(TOP_K), served.csa_lens)
+    for at in (lengths[::-1], lengths):  # Nothing of an earlier step remains.
+        requests, lens, out_loc = step_inputs(tables, at, padding, 1)
+        snapshot(buffers, tables, requests, lens + 1)
+        check_decode(build(buffers, requests, lens, out_loc), tables, at, padding, ring_rows)
 
 
 def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
@@ -164,20 +142,18 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
     lengths = [min(length, MAX_LENGTH - each) for length in lengths]
     tables = Tables(n, torch.device("cpu"))
     buffers = DecodeBuffers(n + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows, each)
-    requests = torch.tensor([*range(1, n + 1), *[0] * padding])
-    lens = torch.tensor(lengths + [0] * padding)
-    at = lens[:, None] + torch.arange(each)
+    requests, lens, out_loc = step_inputs(tables, lengths, padding, each)
     snapshot(buffers, tables, requests, lens + each)
     step = build_decode(
         buffers,
         seq_lens=lens - before,
-        out_loc=tables.req_to_token[requests[:, None], at].flatten().long(),
+        out_loc=out_loc,
         track_mask=None,
         track_slots=None,
         top_k=TOP_K,
         length_offset=before,
     )
-    check_decode(step, tables, lengths, padding, None, ring_rows, each)
+    check_decode(step, tables, lengths, padding, ring_rows, each)
 
 
 @given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(1, 8))
@@ -191,9 +167,7 @@ def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
     lengths = [min(length, MAX_LENGTH - each) for length in lengths]
     tables = Tables(n, torch.device("cpu"))
     buffers = DecodeBuffers(n + padding + 1, 0, "cpu", ring_rows, each, sees_block=True)
-    requests = torch.tensor([*range(1, n + 1), *[0] * padding])
-    lens = torch.tensor(lengths + [0] * padding)
-    out_loc = tables.req_to_token[requests[:, None], lens[:, None] + torch.arange(each)].flatten().long()
+    requests, lens, out_loc = step_inputs(tables, lengths, padding, each)
     snapshot(buffers, tables, requests, lens + each)
     step = build_decode(
         buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=TOP_K, length_offset=0
@@ -238,22 +212,11 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
     lens = torch.zeros(6, dtype=torch.int64, device=device)
     requests = torch.zeros(6, dtype=torch.int64, device=device)
     out_loc = torch.zeros(6, dtype=torch.int64, device=device)
-
-    def build() -> StepMetadata:
-        return build_decode(
-            buffers,
-            seq_lens=lens + 1,
-            out_loc=out_loc,
-            track_mask=(lens + 1) % 256 == 0,
-            track_slots=100 + requests,
-            top_k=TOP_K,
-        )
-
-    build()
+    build(buffers, requests, lens, out_loc)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step = build()
+        step = build(buffers, requests, lens, out_loc)
     for lengths in ([1000, 700, 255, 511], [3, 255], [127]):
         n = len(lengths)
         lens.zero_()[:n] = torch.tensor(lengths, device=device)
@@ -266,7 +229,7 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
         graph.replay()
         tables.state_slot.copy_(saved[0])
         tables.req_to_token.copy_(saved[1])
-        check_decode(step, tables, lengths, 6 - n, 256)
+        check_decode(step, tables, lengths, 6 - n)
 
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 400)), min_size=1, max_size=4)
@@ -320,7 +283,3 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         check_blocks_and_entries(step, i, b, t, tables)
         held = [200 + 2 * b + k for k, end in enumerate(due[b]) if end - 128 <= t < end]
         assert step.track_slots[i] == (held[0] if held else -1)
-
-
-def test_align() -> None:
-    assert [align(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]

@@ -19,7 +19,7 @@ from torch import Tensor
 from v41_attention_cases import v41_index_case
 from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
 
-from dsv4_sglang.cache import HostBlockPool, HostSnapshotPool, StateStorage
+from dsv4_sglang.cache import StateStorage
 from dsv4_sglang.cache import step as step_module
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.step import StepMetadata
@@ -362,7 +362,7 @@ def test_chunks_and_single_tokens_equal_dense(seed, device):
     random_requests(seed, device)
 
 
-def test_resumed_from_a_snapshot_equals_cold(device):
+def test_resumed_from_a_snapshot(device):
     """The state at 256 tokens is copied between steps, or written as a step passes it. It then resumes in a different
     slot with undefined compressor states, sharing the blocks before it."""
     cold = Play(3, device=device)
@@ -370,7 +370,6 @@ def test_resumed_from_a_snapshot_equals_cold(device):
     cold.check({0: 120})
     cold.check({0: 180}, staging={0: 4})  # Passes 256.
     cold.state.store(cold.ids(4, -1), cold.ids(1, 2))
-    rest = [cold.step({0: n}) for n in (1, 1, 20, 1, 7)]
 
     again = Play(4, device=device)
     again.admit(1, slot=2)
@@ -382,15 +381,6 @@ def test_resumed_from_a_snapshot_equals_cold(device):
         play.resume(2, slot=5, snapshot=snapshot, length=256, like=like)
         play.check({2: 43}, tokens_of={2: 0})
         play.check({2: 1}, tokens_of={2: 0})
-    warm = Play(5, device=device)
-    warm.admit(0, slot=0)
-    warm.check({0: 256})
-    warm.state.store(warm.ids(0), warm.ids(1))
-    warm.resume(7, slot=3, snapshot=1, length=256, like=0)
-    warm.step({7: 44}, tokens_of={7: 0})
-    for expected, n in zip(rest, (1, 1, 20, 1, 7)):
-        got = warm.step({7: n}, tokens_of={7: 0})[7]
-        assert all(torch.equal(a, b) for a, b in zip(got, expected[0]))
 
 
 def test_padding_writes_and_sees_nothing(device):
@@ -417,28 +407,6 @@ def test_padding_writes_and_sees_nothing(device):
         if len(tensor) == 24:
             then[owned[1]] = 0
         assert torch.equal(tensor, then)
-
-
-def test_resumed_from_host_memory(device):
-    """Blocks and a snapshot are copied to the host and restored to other places. Their old places are overwritten."""
-    play = Play(7, device=device)
-    play.admit(0, slot=1)
-    play.check({0: 256})
-    play.state.store(play.ids(1), play.ids(1))
-    pools = [pool for pool in play.pools if pool]
-    blocks, states = HostBlockPool(pools, 3), HostSnapshotPool(play.state, 2)
-    assert states.snapshot_bytes == play.layout.snapshot_bytes
-    was, now = play.block_tables[1, :2].tolist(), [play.free.pop(), play.free.pop()]
-    blocks.save(play.ids(*was).long(), torch.tensor([2, 0]))
-    states.save(1, 1)
-    for table in play.block_allocations:
-        table[was] = 0
-    for layer in range(len(pools)):
-        blocks.load(play.ids(*now).long(), torch.tensor([2, 0]), layer)
-    states.load(3, 1)
-    play.block_tables[2, :2] = torch.tensor(now)
-    play.resume(2, slot=0, snapshot=3, length=256, like=2)
-    play.check({2: 74}, tokens_of={2: 0})
 
 
 @pytest.mark.parametrize("d", [2, 3, 5])
