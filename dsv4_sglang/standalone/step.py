@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, state_rows
@@ -145,7 +146,7 @@ class Step:
 
     def _build(self, recorded: bool) -> _Derived:
         per_request = self._tokens_per_request()
-        requests = self._count() if per_request is None else self._divide(per_request)
+        requests = self._requests(per_request)
         first, owner, at = requests.first, requests.owner, self.positions.long()
         slots = self.request_slots[first].int()
         # A padding request gets the blocks of some slot, which are never read.
@@ -171,21 +172,20 @@ class Step:
         )
         return _Derived(metadata, requests, problem, recorded)
 
-    def _count(self) -> _Requests:
-        """Find the requests as runs of equal request ids. Waits for the device."""
-        ids, owner, counts = torch.unique_consecutive(self.request_ids, return_inverse=True, return_counts=True)
-        starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
-        starts[1:] = counts.cumsum(0)
-        per_request, rest = divmod(len(self.positions), max(len(ids), 1))
-        is_decode = not rest and per_request <= max(self.draft_tokens, 1)
-        return _Requests(ids, starts, owner, is_decode and (per_request <= 1 or bool((counts == per_request).all())))
-
-    def _divide(self, tokens_per_request: int) -> _Requests:
-        """Divide the tokens into requests of `tokens_per_request` tokens."""
+    def _requests(self, per_request: int | None) -> _Requests:
+        """Divide the tokens into requests of `per_request` tokens. If it is None, find the requests as runs of equal
+        request ids, which waits for the device.
+        """
         tokens, device = len(self.positions), self.positions.device
-        starts = torch.arange(tokens // tokens_per_request + 1, dtype=torch.int32, device=device) * tokens_per_request
-        owner = torch.arange(tokens, device=device) // tokens_per_request
-        return _Requests(self.request_ids[starts[:-1].long()], starts, owner, True)
+        if per_request is not None:
+            starts = torch.arange(0, tokens + 1, per_request, dtype=torch.int32, device=device)
+            owner = torch.arange(tokens, device=device) // per_request
+            return _Requests(self.request_ids[starts[:-1].long()], starts, owner, True)
+        ids, owner, counts = torch.unique_consecutive(self.request_ids, return_inverse=True, return_counts=True)
+        starts = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        each, rest = divmod(tokens, max(len(ids), 1))
+        is_decode = not rest and each <= max(self.draft_tokens, 1)
+        return _Requests(ids, starts, owner, is_decode and (each <= 1 or bool((counts == each).all())))
 
     def _problems(self, requests: _Requests, out_loc: Tensor) -> Tensor:
         """Return [T] int32, the `Problem` of each token with the lowest number, a number above all problems if it has
