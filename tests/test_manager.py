@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.ops.rope import rms_norm, rotate
-from dsv4_sglang.standalone import KVCacheManager
 
 FP32 = functools.partial(KVBuffer, format=KVFormat.FP32)
 
@@ -263,17 +262,6 @@ def test_sizes() -> None:
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 
-def spoil(manager: KVCacheManager) -> None:
-    """Overwrite all free slots and blocks."""
-    used = manager.blocks_of(0) if 0 in manager._blocks else []
-    for view in block_views(manager):
-        view[[i for i in range(manager.num_blocks) if i not in used]] = 77
-    for slot in range(manager.max_concurrent_requests):
-        if slot not in manager._blocks:
-            for table in manager.state.slot_tables():
-                table[slot].fill_(77)
-
-
 @pytest.mark.parametrize(
     ("kv_format", "key_format", "options"),
     [
@@ -295,14 +283,14 @@ def test_a_request_waits_on_the_host(
     assert offloaded.blocks == 2
     assert bool((manager.block_tables[waiting.slot] == -1).all())
     other.finish(manager)
-    spoil(manager)
+    for tensor in (*block_views(manager), *manager.state.slot_tables()):
+        tensor.fill_(77)
     taken = manager.admit_request(), manager.allocate_block()
     waiting.slot = manager.restore(offloaded)
     assert (manager.num_free_slots, manager.num_free_blocks) == (0, 3)
     assert manager.block_tables[waiting.slot, :2].tolist() == manager.blocks_of(waiting.slot)
     assert waiting.slot != taken[0] and taken[1] not in manager.blocks_of(waiting.slot)
     assert all(torch.equal(a, b) for a, b in zip(all_bytes(manager, waiting.slot), before, strict=True))
-    assert manager._host is not None
     manager._host.settle(lambda: False)
     assert (manager._host.free_slots.available, manager._host.free_blocks.available) == (2, 5)
     with pytest.raises(ValueError, match="no longer on the host"):

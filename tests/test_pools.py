@@ -47,7 +47,7 @@ def dequantised(fp8: Tensor, rope: Tensor, inv_scale: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "per_block"), [(CSA, 32), (HCA, 1)])
 def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) -> None:
-    """Rows written through the table are read in place through the split views, and the reverse."""
+    """Rows written through the table are read in place through the split views."""
     pool = PagedKVPool(schema(kind), 5, device)
     assert (kind is CSA) == (pool.index_keys is not None) == (pool.indexer_keys_fp4 is not None)
     assert pool.entries.shape == ((5, 32, 584) if kind is CSA else (1, 5, 584))
@@ -64,14 +64,6 @@ def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) 
     assert torch.equal(read, KVBuffer(pool.entries, KVFormat.FP8).read(torch.arange(n, device=device)))
     assert torch.equal(read[:, 448:], data[:, 448:].bfloat16().float())
     assert ((read - data).norm(dim=-1) / data.norm(dim=-1)).max() < 0.036
-
-    pool.entries_fp8[3, per_block - 1] = 0x38  # 1.0 in e4m3
-    pool.entries_rope[3, per_block - 1] = 3.0
-    pool.inv_scale.view(torch.uint8)[3, per_block - 1] = 128  # 2^1
-    changed = KVBuffer(pool.entries, KVFormat.FP8).read(torch.arange(n, device=device))
-    assert changed[4 * per_block - 1].tolist() == [2.0] * 448 + [3.0] * 64
-    changed[4 * per_block - 1] = read[4 * per_block - 1]
-    assert torch.equal(changed, read)
 
 
 def test_rows_do_not_overlap() -> None:
@@ -91,14 +83,13 @@ def test_rows_do_not_overlap() -> None:
     assert all(flat.entries_fp8[b].data_ptr() % 16 == 0 for b in range(7))
 
 
-@pytest.mark.parametrize("key_format", ["mxfp4", "nvfp4"])
-def test_key_views(device: torch.device, key_format: str) -> None:
-    pool = PagedKVPool(schema(CSA, key_format=key_format), 3, device)
+def test_key_views(device: torch.device) -> None:
+    pool = PagedKVPool(schema(CSA), 3, device)
     assert pool.index_keys.shape == (3, 32, 72)
     assert (pool.indexer_keys_fp4.shape, pool.indexer_keys_fp4.dtype) == ((3, 32, 64), torch.uint8)
     assert (pool.indexer_scales.shape, pool.indexer_scales.dtype) == ((3, 32, 8), torch.float8_e4m3fn)
     data, at = values(96, 128).to(device), torch.arange(96, device=device)
-    table = KeyTable(pool.index_keys, KeyFormat(key_format))
+    table = KeyTable(pool.index_keys, KeyFormat.MXFP4)
     table.write(at, data)
     packed, scales = pool.indexer_keys_fp4.reshape(-1, 64), pool.indexer_scales.reshape(-1, 8).view(torch.uint8)
     read = index_keys.dequantise_keys(packed, scales)
