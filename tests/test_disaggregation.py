@@ -43,7 +43,6 @@ FORMATS: dict[str, tuple[torch.dtype, Options, int]] = {
     "fp8": (FP8, Options(), 0),
     "bf16": (torch.bfloat16, Options(indexer_format="nvfp4"), 0),
     "fp32": (torch.bfloat16, Options(entry_format="fp32", indexer_format="fp32"), 0),
-    "raw": (FP8, Options(hca_state="raw"), 0),
     "drafts": (FP8, Options(), 4),
 }
 
@@ -300,14 +299,14 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         return disaggregation.cache_name(layout, model, ranks)
 
     others = [name(torch.bfloat16), name(model=pro), name(ranks=4), name(drafts=4), name(sm100=True)]
-    others += [name(indexer_format="nvfp4"), name(hca_state="raw")]
+    others += [name(indexer_format="nvfp4")]
     # Options that may differ between the servers.
     assert name(snapshot_interval=128, max_snapshots=9) == name()
     monkeypatch.setattr(disaggregation, "__version__", "9.9")
     others.append(name())
     monkeypatch.undo()
     assert len({name(), *others}) == 1 + len(others)
-    assert "fp8 entries, mxfp4 keys, online HCA state, 0 draft tokens, attention TP 1" in name()
+    assert "fp8 entries, mxfp4 keys, 0 draft tokens, attention TP 1" in name()
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,6 @@ V41: dict[str, dict[str, Any]] = {
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
     "the option entry_format fp32": {"options": Options(entry_format="fp32")},
     "the option indexer_format nvfp4": {"options": Options(indexer_format="nvfp4")},
-    "the option hca_state raw": {"options": Options(hca_state="raw")},
     "a checkpoint with Engram layers (engram_layer_ids)": {"facts": {"engram_layer_ids": [1, 14]}},
     "a checkpoint that takes images (vision_config)": {"facts": {"vision_n_layers": 32}},
 }

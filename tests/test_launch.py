@@ -27,7 +27,7 @@ def test_opts_in_once(flags: list[str]) -> None:
 
 
 def test_keeps_what_the_user_overrides() -> None:
-    given = {"dsv4_sglang": {"hca_state": "raw"}, "rope_theta": 5}
+    given = {"dsv4_sglang": {"indexer_format": "fp32"}, "rope_theta": 5}
     command = launch_command.server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
     assert _override(command) == given
     assert command.argv[-4:] == ["--port", "1", "--tp", "1"]

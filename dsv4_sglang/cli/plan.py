@@ -261,7 +261,6 @@ def plan(
     mem_fraction_static: Annotated[float, typer.Option(help="Memory share for weights and cache.")] = 0.85,
     kv_cache_dtype: Annotated[str, typer.Option(help="KV entries: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
     indexer_format: Annotated[str, typer.Option(help="Index keys: mxfp4, nvfp4 or fp32.")] = "mxfp4",
-    hca_state: Annotated[str, typer.Option(help="HCA compressor state: online or raw.")] = "online",
     max_snapshots: Annotated[int | None, typer.Option(help="Per cache; default: a twelfth of its memory.")] = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
     speculative_algorithm: Annotated[str | None, typer.Option(help="EAGLE or DSPARK; default: none.")] = None,
@@ -295,7 +294,7 @@ def plan(
         if goal is not None:
             _check_goal(context_of_command, goal)
         described = _model(model)
-        given = {"indexer_format": indexer_format, "hca_state": hca_state, "max_snapshots": max_snapshots}
+        given = {"indexer_format": indexer_format, "max_snapshots": max_snapshots}
         wanted = Choice(
             model=described,
             gpu=_gpu(gpu),

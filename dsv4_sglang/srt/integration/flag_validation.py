@@ -233,7 +233,7 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
-    for option in ("entry_format", "indexer_format", "hca_state"):
+    for option in ("entry_format", "indexer_format"):
         if (value := getattr(options, option)) != getattr(Options(), option):
             yield f"the option {option} {value}", "DeepSeek-V4.1 has one format for each kind of entry; leave it out"
     if getattr(hf_config, "engram_layer_ids", None):
