@@ -46,9 +46,10 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "device": (["xpu"], ["cuda", None]),
     "model_impl": (["transformers"], ["auto", "sglang"]),
     "quantization": (["awq"], [None, "fp8"]),
-    "speculative_algorithm": (["EAGLE3", "NGRAM", "STANDALONE", "DFLASH"], [None, "EAGLE", "NEXTN"]),
+    "speculative_algorithm": (["EAGLE3", "NGRAM", "STANDALONE", "DFLASH", "NEXTN"], [None]),
     "speculative_draft_attention_backend": (["dsv4", "triton"], [None, "dsv4_sglang"]),
     "speculative_eagle_topk": ([4], [None, 1]),
+    "speculative_num_steps": ([-1, 0, 9], [None, 1, 8]),
     "speculative_num_draft_tokens": ([10, 64], [None, 2, 4, 9]),
     "speculative_dspark_block_size": ([9, 64], [None, 5, 7, 8]),
     "hicache_ratio": ([-1.0], [2.0, 0.5]),
@@ -154,7 +155,8 @@ TIER = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
 DECODE = {"disaggregation_mode": "decode", "device": "cpu"}
 NIXL = {"disaggregation_transfer_backend": "nixl"}
 SAVER = {"enable_memory_saver": True}
-EAGLE, DSPARK = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "DSPARK"}
+DSPARK = {"speculative_algorithm": "DSPARK"}
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_eagle_topk": 1}
 WITH_DSPARK = {"dspark_target_layer_ids": [40, 41, 42]}
 # Fields of the model's config, flags, and the rejection (a regular expression).
 REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -180,6 +182,9 @@ REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {**DSPARK, "device": "cpu"}, "--speculative-algorithm DSPARK .* has no DSPARK head"),
     ({"num_nextn_predict_layers": 0}, EAGLE, "--speculative-algorithm EAGLE .* the checkpoint has no NextN layer$"),
     ({"num_nextn_predict_layers": None}, EAGLE, "--speculative-algorithm EAGLE .* the checkpoint has no NextN layer$"),
+    ({}, {**EAGLE, "speculative_num_steps": None}, "EAGLE without --speculative-num-steps .* give for example "),
+    ({}, {**EAGLE, "speculative_eagle_topk": None}, "EAGLE without --speculative-eagle-topk .* give for example "),
+    ({}, {**EAGLE, "speculative_num_draft_tokens": 7}, "-draft-tokens 7 with --speculative-num-steps 3 .*; give 4$"),
     ({}, {"tp_size": 3}, "--tp-size 3 .* the 8 groups .*give 1 or 2 or 4 or 8$"),
     ({}, {**RANKS, "tp_size": 64}, "--tp-size 64 .* the 8 groups .*give 4 or 8 or 16 or 32$"),
     ({}, {**RANKS, "tp_size": 6}, "--dp-size 4 .* the 6 processes of --tp-size are divided evenly among the ranks$"),
@@ -198,6 +203,7 @@ SERVED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *[({}, {"tp_size": processes}) for processes in (1, 2, 4, 8)],
     *[({}, {**TIER, "hicache_storage_backend": storage}) for storage in ("file", "nixl", "mooncake")],
     ({}, {**TIER, **EAGLE}),
+    ({}, {**EAGLE, "speculative_num_draft_tokens": 4}),
     (WITH_DSPARK, {**TIER, **DSPARK}),
     (WITH_DSPARK, {**DSPARK, "device": "cpu"}),
     ({"num_nextn_predict_layers": 0}, {**EAGLE, "speculative_draft_model_path": "elsewhere"}),

@@ -686,7 +686,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--model dspark --speculative-algorithm EAGLE --speculative-num-draft-tokens 4",
             r"dspark has a DSPARK head and no NextN layer",
         ),
-        ("--speculative-algorithm MEDUSA", r"--speculative-algorithm is 'MEDUSA'; expected EAGLE, NEXTN or DSPARK"),
+        ("--speculative-algorithm MEDUSA", r"--speculative-algorithm is 'MEDUSA'; expected EAGLE or DSPARK"),
     ],
 )
 def test_bad_input(arguments: str, complaint: str, configs: Path) -> None:

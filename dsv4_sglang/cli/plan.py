@@ -67,8 +67,8 @@ def _draft_tokens(model: Model, algorithm: str | None, tokens: int, block: int |
     """
     if algorithm is None and block is not None:
         raise ValueError(f"--speculative-dspark-block-size {block}: give --speculative-algorithm DSPARK with it")
-    if algorithm not in (None, "EAGLE", "NEXTN", "DSPARK"):
-        raise ValueError(f"--speculative-algorithm is {algorithm!r}; expected EAGLE, NEXTN or DSPARK")
+    if algorithm not in (None, "EAGLE", "DSPARK"):
+        raise ValueError(f"--speculative-algorithm is {algorithm!r}; expected EAGLE or DSPARK")
     if algorithm != "DSPARK":
         if model.dspark is not None and (algorithm or tokens):
             raise ValueError(f"{model.name} has a DSPARK head and no NextN layer; give --speculative-algorithm DSPARK")

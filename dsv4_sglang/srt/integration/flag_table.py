@@ -107,12 +107,17 @@ LIMITS = (
     ),
     Limit(
         "speculative_algorithm",
-        _one_of("EAGLE", "NEXTN", "DSPARK"),
+        _one_of("EAGLE", "DSPARK"),
         "drafts come from the model's NextN layer or DSPARK head; give EAGLE or DSPARK",
     ),
     # SGLang sets it for the worker of DSPARK's draft model.
     Limit("speculative_draft_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND),
     Limit("speculative_eagle_topk", _one_of(1), "drafts form a chain; give 1"),
+    Limit(
+        "speculative_num_steps",
+        lambda steps: 0 < steps < MAX_DRAFT_TOKENS,
+        f"state slots have room for 1 to {MAX_DRAFT_TOKENS - 1} drafts; give a number from 1 to {MAX_DRAFT_TOKENS - 1}",
+    ),
     Limit(
         "speculative_num_draft_tokens",
         lambda tokens: tokens <= MAX_DRAFT_TOKENS,

@@ -110,6 +110,25 @@ def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
         )
 
 
+def _rejected_with_eagle(args: Any) -> Iterable[tuple[str, str]]:
+    """Yield numbers of drafts that are missing or contradict each other. `args` are the given flags."""
+    if args.speculative_algorithm != "EAGLE":
+        return
+    steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
+    for field in ("speculative_num_steps", "speculative_eagle_topk"):
+        if getattr(args, field) is None:
+            yield (
+                f"--speculative-algorithm EAGLE without {flag(field)}",
+                "the number of drafts has no default; give for example --speculative-num-steps 3 "
+                "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+            )
+    if steps is not None and tokens not in (None, steps + 1):
+        yield (
+            f"--speculative-num-draft-tokens {tokens} with --speculative-num-steps {steps}",
+            f"a verify step has the last token and {steps} drafts; give {steps + 1}",
+        )
+
+
 def _rejected_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
     """Yield features of SGLang's DSPARK that this cache does not support."""
     if args.speculative_algorithm != "DSPARK":
@@ -266,6 +285,7 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
     _raise(_rejected(args, resolved=False))
     combined = (
         _rejected_in_parallel(args),
+        _rejected_with_eagle(args),
         _rejected_with_dspark(args),
         _rejected_with_host_cache(args),
         _rejected_with_disaggregation(args),
