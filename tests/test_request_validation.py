@@ -119,13 +119,6 @@ def test_labels_of_metrics() -> None:
         check({"tenants": "x"})
 
 
-def test_bounds_are_served() -> None:
-    for start in (-1, 0, 1):
-        send(tokenized(return_logprob=True, logprob_start_len=start, top_logprobs_num=VOCABULARY))
-    for n in (1, MAX_ANSWERS):
-        normalize(sampling_params={"n": n})
-
-
 @pytest.mark.parametrize(
     ("check", "fields", "message"),
     [

@@ -72,8 +72,12 @@ LIMITS = (
     Limit("attention_backend", _one_of("dsv4_sglang", "intel_amx", "torch_native"), _OWN_BACKEND),
     # SGLang sets the last one for the worker of DSPARK's draft model.
     *(
-        Limit(phase + "_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND)
-        for phase in ("prefill", "decode", "speculative_draft")
+        Limit(field, _one_of("dsv4_sglang"), _OWN_BACKEND)
+        for field in (
+            "prefill_attention_backend",
+            "decode_attention_backend",
+            "speculative_draft_attention_backend",
+        )
     ),
     Limit("radix_cache_backend", _one_of("dsv4_sglang"), "snapshots need SGLang's unified radix tree; leave it out"),
     Limit(

@@ -26,6 +26,16 @@ STORAGE_FOLDERS = {
     "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
     "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
 }
+# CUDA graphs of a phase: the only kind that is served, and the reason.
+GRAPHS = (
+    ("prefill", "breakable", "a short prefill step is one breakable graph without breaks"),
+    ("decode", "full", "a decode step, metadata included, is one graph"),
+)
+# Environment variables that must not be on.
+VARIABLES = {
+    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "snapshots need SGLang's unified radix tree",
+    "SGLANG_RUST_SERVER": "its requests bypass the validation of fields",
+}
 
 
 def flag(field: str) -> str:
@@ -42,11 +52,6 @@ def _given(value: object, default: object) -> bool:
     return value != default and bool(value or default)
 
 
-def _is_on(variable: str | None) -> bool:
-    """Return True for a value of an environment variable that SGLang takes for true."""
-    return (variable or "").lower() in ("1", "true")
-
-
 def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     """Yield (flag, reason) of the unsupported flags. `resolved`: SGLang has derived values from the given flags."""
     defaults = compat.flag_defaults()
@@ -61,18 +66,15 @@ def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         if not (resolved and limit.as_given) and value not in (None, defaults[limit.field]) and not limit.serves(value):
             yield _named(limit.field, value), limit.reason
     graphs = args.cuda_graph_config
-    if graphs is not None and graphs.prefill.backend not in ("breakable", "disabled"):
-        backend = f"--cuda-graph-backend-prefill {graphs.prefill.backend}"
-        yield backend, "a short prefill step is one breakable graph without breaks; give breakable or disabled"
+    for phase, served, reason in GRAPHS if graphs is not None else ():
+        if (backend := getattr(graphs, phase).backend) not in (served, "disabled"):
+            yield f"--cuda-graph-backend-{phase} {backend}", f"{reason}; give {served} or disabled"
     if graphs is not None and graphs.prefill.backend == "breakable" and args.device == "cpu":
         yield "--cuda-graph-backend-prefill breakable", "CUDA graphs need a GPU; leave it out"
-    if graphs is not None and graphs.decode.backend not in ("full", "disabled"):
-        backend = f"--cuda-graph-backend-decode {graphs.decode.backend}"
-        yield backend, "a decode step, metadata included, is one graph; give full or disabled"
-    if _is_on(os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE")):
-        yield "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "snapshots need SGLang's unified radix tree; leave it out"
-    if _is_on(os.environ.get("SGLANG_RUST_SERVER")):
-        yield "SGLANG_RUST_SERVER", "its requests bypass the validation of fields; leave it out"
+    for variable, reason in VARIABLES.items():
+        # What SGLang takes for true.
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            yield variable, f"{reason}; leave it out"
 
 
 def _attention_ranks(args: Any) -> int:
