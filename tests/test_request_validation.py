@@ -138,6 +138,7 @@ def test_labels_of_metrics() -> None:
             {"top_logprobs_num": VOCABULARY + 1},
             "top_logprobs_num is 385; expected 0 to 384, the number of tokens of the model",
         ),
+        (sent, {"params": SamplingParams(top_k=1 << 31)}, "top_k is 2147483648; expected -1, or 1 to 2147483647"),
         # Before SGLang looks at the request.
         (normalize, {"sampling_params": {"n": MAX_ANSWERS + 1}}, "n is 1025; expected 1 to 1024"),
         (normalize, {"sampling_params": {"n": 0}}, "n is 0; expected 1 to 1024"),
