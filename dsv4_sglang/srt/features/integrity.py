@@ -56,9 +56,6 @@ class Pool:
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each id without an owner, with several owners, or outside the pool."""
-        claimed = [i for _, ids in self._claims for i in ids]
-        if len(claimed) == len(self.ids) and set(claimed) == set(self.ids):
-            return
         owners: dict[int, list[str]] = defaultdict(list)
         for owner, ids in self._claims:
             for i in ids:

@@ -15,13 +15,13 @@ from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 class Denied(NamedTuple):
     """Fields, separated by spaces, that must have their default.
 
-    `reason` ends the sentence "--flag is not supported: ". `ignored`: this package does not read the fields. SGLang may
-    set such a field itself, so it is rejected only if the user gave the flag. A release of SGLang may lack a field.
+    `reason` ends the sentence "--flag is not supported: ". `as_given`: this package does not read the fields. SGLang may
+    set them itself, so they are rejected only if the user gave the flag. A release of SGLang may lack a field.
     """
 
     reason: str
     fields: str
-    ignored: bool = False
+    as_given: bool = False
 
 
 class Limit(NamedTuple):
@@ -179,8 +179,8 @@ DENIED = (
         "enable_attn_tp_input_scattered disable_attn_tp_gather enable_layernorm_sp enable_megamoe_for_layernorm_sp "
         "enable_dense_mlp_attn_tp enable_shared_experts_attn_tp shared_experts_tp_size enable_cp_tp_group_sharing",
     ),
-    Denied(_UNTESTED, "enable_tp_lm_head_all_to_all", ignored=True),
-    Denied("give --dp-size with --enable-dp-attention", "attn_dp_size", ignored=True),
+    Denied(_UNTESTED, "enable_tp_lm_head_all_to_all", as_given=True),
+    Denied("give --dp-size with --enable-dp-attention", "attn_dp_size", as_given=True),
     Denied(
         "chunks and blocks belong to one process: no context parallelism",
         "attn_cp_size enable_prefill_cp cp_strategy enable_dsa_cache_layer_split enable_dsa_prefill_context_parallel "
@@ -249,7 +249,7 @@ DENIED = (
     Denied(
         "the attention kernels reduce their partial results",
         "boundary_reduction speculative_boundary_reduction",
-        ignored=True,
+        as_given=True,
     ),
     Denied("compressors need fp32 projections", "enable_tf32_matmul"),
     Denied("its requests bypass the validation of fields; give --grpc-port", "smg_grpc_mode grpc_mode"),
@@ -258,8 +258,8 @@ DENIED = (
         "debug_tensor_dump_output_folder forward_hooks msprobe_dump_config enable_layerwise_nvtx_marker",
     ),
     Denied("a decode step is one CUDA graph, including its metadata", "debug_cuda_graph"),
-    Denied('set the option "indexer_format" instead', "enable_deepseek_v4_fp4_indexer", ignored=True),
-    Denied("KV entries contain their scales", "quantization_param_path", ignored=True),
+    Denied('set the option "indexer_format" instead', "enable_deepseek_v4_fp4_indexer", as_given=True),
+    Denied("KV entries contain their scales", "quantization_param_path", as_given=True),
     Denied(
         "this cache has kernels of its own",
         "mamba_backend enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds linear_attn_backend "
@@ -269,6 +269,6 @@ DENIED = (
         "enable_fused_qk_norm_rope dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend "
         "dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype speculative_dsa_topk_backend "
         "dsv4_attn_backend dsv4_prefill_backend prefill_kv_cache_dequant_dtype enable_lean_attention c128_page_size",
-        ignored=True,
+        as_given=True,
     ),
 )

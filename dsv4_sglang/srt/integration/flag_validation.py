@@ -59,7 +59,7 @@ def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         for field in denied.fields.split():
             if field not in defaults:  # another release has it
                 continue
-            if not (resolved and denied.ignored) and _given(value := getattr(args, field), defaults[field]):
+            if not (resolved and denied.as_given) and _given(value := getattr(args, field), defaults[field]):
                 yield _named(field, value), denied.reason
     for limit in LIMITS:
         value = getattr(args, limit.field)
