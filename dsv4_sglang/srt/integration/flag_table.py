@@ -15,8 +15,8 @@ from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 class Denied(NamedTuple):
     """Fields, separated by spaces, that must have their default.
 
-    `reason` ends the sentence "--flag is not supported: ". `as_given`: this package does not read the fields. SGLang may
-    set them itself, so they are rejected only if the user gave the flag. A release of SGLang may lack a field.
+    `reason` ends the sentence "--flag is not supported: ". `as_given`: this package does not read the fields. SGLang
+    may set them itself, so they are rejected only if the user gave the flag. A release of SGLang may lack a field.
     """
 
     reason: str
