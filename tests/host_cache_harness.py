@@ -48,7 +48,7 @@ from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host_cache.transfers import HostStack, TransferController
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.hooks import Hook, namespace_hooks
+from dsv4_sglang.srt.integration.hooks import NAMESPACES, Hook, rows
 from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 
@@ -211,7 +211,7 @@ class HostCacheServer(BlockOwner):
         monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(None, host_snapshots)])
         if storage is not None:
             register_storages()
-            apply_hooks(monkeypatch, namespace_hooks())
+            apply_hooks(monkeypatch, rows(NAMESPACES))
             alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
             monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)

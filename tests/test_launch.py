@@ -3,14 +3,14 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.integration import launch_command, plugin
 from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.testing import tiny
 
 FLAG = launch_command.OPT_IN_FLAG
 
@@ -21,23 +21,12 @@ def _override(command: launch_command.Command) -> dict:
     return json.loads(values[0])
 
 
-@pytest.mark.parametrize("flags", [[FLAG, "{}"], [FLAG + "={}"], []])
-def test_opts_in_once(flags: list[str]) -> None:
-    assert _override(launch_command.server_command("m", flags, cpu=False)) == {"dsv4_sglang": {}}
-
-
 def test_keeps_what_the_user_overrides() -> None:
-    given = {"dsv4_sglang": {"hca_state": "raw"}, "rope_theta": 5}
+    given = {"dsv4_sglang": {"indexer_format": "fp32"}, "rope_theta": 5}
     command = launch_command.server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
     assert _override(command) == given
     assert command.argv[-4:] == ["--port", "1", "--tp", "1"]
     assert _override(launch_command.server_command("m", [FLAG + '={"a": 1}'], cpu=True)) == {"dsv4_sglang": {}, "a": 1}
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "3", '{"dsv4_sgalng": {}}', '{"dsv4_sglang": 3}'])
-def test_overrides_that_are_invalid_are_rejected(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"json-model-override-args"):
-        launch_command.server_command("m", [FLAG, text], cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -47,23 +36,58 @@ def test_overrides_that_are_invalid_are_rejected(text: str) -> None:
         ('{"model_type": ', "config.json is not JSON: Expecting value: line 1 column 16"),
         ("[1]", "config.json has the model_type None; expected one of deepseek_v4, "),
         ('{"model_type": "llama"}', "config.json has the model_type 'llama'; expected one of deepseek_v4, "),
+        ("", "config.json is not JSON: Expecting value: line 1 column 1"),
+        ({"hidden_size": None}, "config.json: config field 'hidden_size' is missing; restore the file of the check"),
+        ({"vocab_size": None}, "config.json: config field 'vocab_size' is missing; "),
+        ({"architectures": None}, "config.json: config field 'architectures' is missing; "),
+        ({"hidden_size": "wide"}, "config.json: config field 'hidden_size' is 'wide'; expected an integer; "),
+        ({"compress_ratios": [0, 4]}, "config.json: config field 'compress_ratios' has 2 entries; expected at least "),
+        ({"compress_ratios": "0"}, "config.json: config field 'compress_ratios' is '0'; expected a list; "),
+        ({"rope_scaling": "yarn"}, "config.json: config field 'rope_scaling' is 'yarn'; expected a mapping; "),
     ],
 )
-def test_the_file_of_a_broken_config_is_named(tmp_path: Path, written: str | None, said: str) -> None:
+def test_the_file_of_a_broken_config_is_named(
+    tmp_path: Path, written: str | dict[str, object] | None, said: str
+) -> None:
+    if isinstance(written, dict):
+        written = json.dumps({**tiny.config_json(tiny.TinySpec()), **written})
     if written is not None:
         (tmp_path / "config.json").write_text(written)
     with pytest.raises(LaunchError) as error:
-        launch_command.config_of(str(tmp_path))
+        launch_command.config_of(str(tmp_path), None)
     assert str(error.value).startswith(f"{tmp_path / said}")
 
 
-def test_models_that_lie_elsewhere(tmp_path: Path) -> None:
+def test_overrides_replace_fields_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**tiny.config_json(tiny.TinySpec()), "hidden_size": "wide"}))
+    assert launch_command.config_of(str(tmp_path), '{"hidden_size": 512, "dsv4_sglang": {}}')["hidden_size"] == 512
+
+
+def test_models_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
     for name in ("deepseek-ai/DeepSeek-V4-Flash", "s3://bucket/a/b"):
-        assert launch_command.config_of(name) == {}
-    for missing in (str(tmp_path / "gone"), "DeepSeek-V4-Flash", "./models/tiny", "a/b/c"):
+        assert launch_command.config_of(name, None) == {}
+    for missing in (str(tmp_path / "gone"), "DeepSeek-V4-Flash", "./models/tiny", "models/tiny", "a/b/c"):
         with pytest.raises(LaunchError) as error:
-            launch_command.config_of(missing)
+            launch_command.config_of(missing, None)
         assert str(error.value).startswith(f"--model-path {missing}: no such folder; give ")
+
+
+@pytest.mark.parametrize(("overrides", "error"), [('{"dsv4_sglang": {}}', LaunchError), ("{}", OSError)])
+def test_a_config_that_sglang_cannot_read_gives_one_line(
+    overrides: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_args: object) -> None:
+        raise OSError("no connection\nto the hub")
+
+    monkeypatch.setattr(plugin.OptIn, "_install", lambda *_: None)
+    given = SimpleNamespace(model_path="a/b", json_model_override_args=overrides)
+    with pytest.raises(
+        error, match=r"--model-path a/b cannot be read; .* no connection to |^no connection\nto"
+    ) as raised:
+        plugin.OptIn().build_model_config(read, given)
+    assert type(raised.value) is error
 
 
 def test_with_a_gpu_only_the_opt_in_is_added() -> None:
@@ -105,12 +129,6 @@ def test_engine_arguments() -> None:
     assert arguments["max_total_tokens"] == int(launch_command.CPU_FLAGS["--max-total-tokens"])
     assert json.loads(str(arguments["json_model_override_args"])) == {"dsv4_sglang": {}}
     assert set(launch_command.engine_arguments("m", cpu=False)) == {"model_path", "json_model_override_args"}
-
-
-def test_importing_it_imports_neither_torch_nor_sglang() -> None:
-    code = "import sys, dsv4_sglang.srt.integration.launch_command\n"
-    code += "print([m for m in ('torch', 'sglang') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

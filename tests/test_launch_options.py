@@ -44,19 +44,13 @@ def test_opting_in() -> None:
     ("options", "words"),
     [
         ({"indexer": "mxfp4"}, ['"indexer"', "indexer_format", "snapshot_interval"]),
-        ({"hca_stat": "raw"}, ['"hca_stat"; did you mean hca_state?']),
+        ({"hca_state": "raw"}, ['"hca_state"', "valid options"]),
         ({"indexer_format": "fp8"}, ["indexer_format", '"fp8"', '"mxfp4"', '"nvfp4"']),
-        ({"indexer_format": 4}, ["indexer_format", "4", '"mxfp4"']),
-        ({"hca_state": None}, ["hca_state", "null", '"raw"']),
+        ({"indexer_formt": 1}, ['"indexer_formt"; did you mean indexer_format?']),
         ({"snapshot_interval": "256"}, ["snapshot_interval", '"256"', "whole number"]),
-        ({"snapshot_interval": True}, ["snapshot_interval", "true"]),
         ({"snapshot_interval": 200}, ["snapshot_interval", "200", "multiple of 128"]),
-        ({"snapshot_interval": 0}, ["snapshot_interval", "positive"]),
         ({"integrity_check": 1}, ["integrity_check", "1", "true | false"]),
-        ({"max_snapshots": -1}, ["max_snapshots", "-1"]),
         ({"host_load_timeout_seconds": 0}, ["host_load_timeout_seconds is 0", "expected 1 or more"]),
-        ({"host_load_timeout_seconds": None}, ["host_load_timeout_seconds", "null", "whole number"]),
-        ({"max_snapshots": 1.5}, ["max_snapshots", "1.5"]),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], words: list[str]) -> None:
@@ -65,9 +59,7 @@ def test_bad_options_are_named(options: dict[str, object], words: list[str]) -> 
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize(
-    "key", ["dsv4_sgalng", "dsv4-sglang", "DSV4_SGLANG", "dsv4sglang", "dsv4", "dsv4_cache", "sglang"]
-)
+@pytest.mark.parametrize("key", ["dsv4_sgalng", "DSV4-SGLANG", "dsv4", "sglang"])
 def test_a_misspelt_key_is_rejected(key: str) -> None:
     for text in (json.dumps({key: {}}), json.dumps({"dsv4_sglang": {}, key: {}})):
         with pytest.raises(LaunchError) as error:
@@ -77,8 +69,8 @@ def test_a_misspelt_key_is_rejected(key: str) -> None:
 
 
 def test_an_option_outside_the_braces_is_rejected() -> None:
-    with pytest.raises(LaunchError, match=r'^"hca_state" in .* expected it inside .*\{"dsv4_sglang": \{"hca_state": '):
-        from_override_args('{"hca_state": "raw"}')
+    with pytest.raises(LaunchError, match=r'^"max_snapshots" in .* inside .*\{"dsv4_sglang": \{"max_snapshots": '):
+        from_override_args('{"max_snapshots": 8}')
 
 
 def test_keys_of_models_are_not_taken_for_ours() -> None:
@@ -86,28 +78,12 @@ def test_keys_of_models_are_not_taken_for_ours() -> None:
     assert from_override_args(json.dumps(keys)) is None
 
 
-def test_options_must_be_an_object() -> None:
-    with pytest.raises(ValueError, match="expected an object"):
-        from_override_args('{"dsv4_sglang": true}')
+@pytest.fixture(scope="module")
+def flash() -> CacheLayout:
+    return served_layout(DSV4Config.flash(), torch.float8_e4m3fn, Options(), "cpu")
 
 
-def layout(config: DSV4Config, kv_cache_dtype: torch.dtype = torch.float8_e4m3fn, **options: object) -> CacheLayout:
-    return served_layout(config, kv_cache_dtype, Options(**options), "cpu")
-
-
-def test_bytes_of_flash_and_pro() -> None:
-    """tests/test_schema_bytes.py has the bytes of a slot and a snapshot of V4-Flash with the default options."""
-    raw = layout(DSV4Config.flash(), hca_state="raw")
-    assert raw.slot_bytes - layout(DSV4Config.flash()).slot_bytes == 20 * 253 * 512 * 4
-    bf16 = layout(DSV4Config.flash(), torch.bfloat16)
-    assert bf16.token_bytes == (21 * 32 * (1024 + 72) + 20 * 1024) / 128
-    pro = layout(DSV4Config.pro())
-    assert pro.token_bytes == (30 * 32 * (584 + 72) + 31 * 584) / 128
-    assert pro.snapshot_bytes == 5_174_272
-
-
-def test_state_demand() -> None:
-    flash = layout(DSV4Config.flash())
+def test_state_demand(flash: CacheLayout) -> None:
     assert demand_of(flash, 84, running=4, step_tokens=512, max_snapshots=100) == StateDemand(4, 4, 100)
     assert demand_of(flash, 84, running=4, step_tokens=100).slots == 5
     shares = demand_of(flash, 84, running=256, step_tokens=8192)
@@ -117,8 +93,7 @@ def test_state_demand() -> None:
         demand_of(flash, 84, running=4, step_tokens=512, max_snapshots=7)
 
 
-def test_state_slots_come_first() -> None:
-    flash = layout(DSV4Config.flash())
+def test_state_slots_come_first(flash: CacheLayout) -> None:
     demand = StateDemand(256, 64, 1000)
     taken = 321 * flash.slot_bytes + 1000 * flash.snapshot_bytes
     assert memory_after_slots(flash, demand, 80) == 80 - taken / GIB
@@ -126,38 +101,23 @@ def test_state_slots_come_first() -> None:
         memory_after_slots(flash, demand, 4)
 
 
-def test_all_bytes_go_into_whole_blocks() -> None:
-    flash = layout(DSV4Config.flash())
-    tokens = tokens_of_pool(flash, 10 * GIB, 128)
-    assert tokens % 128 == 0
-    used = sum(part.bytes for part in flash.block_parts(tokens // 128 + 1))
-    assert 0 <= 10 * GIB - used < 2 * flash.block_bytes
+def test_a_pool_too_small_says_what_fits(flash: CacheLayout) -> None:
+    require_context(flash, 4096, 4096, "it gives")
     with pytest.raises(ValueError, match=r"the 0\.00 GiB that weights and state slots leave hold 0 tokens"):
         tokens_of_pool(flash, 1000, 128)
-
-
-def test_a_pool_too_small_says_what_fits() -> None:
-    flash = layout(DSV4Config.flash())
-    require_context(flash, 4096, 4096, "it gives")
     with pytest.raises(ValueError, match=r"it gives 4096 tokens.*--context-length 4097 needs 4224.*What fits: .* 4096"):
         require_context(flash, 4096, 4097, "it gives")
 
 
-def test_table_adds_up() -> None:
-    flash = layout(DSV4Config.flash())
-    text = table(flash, 1 << 20, StateDemand(256, 64, 1000))
-    assert "1048576 tokens in 8192 blocks" in text and "320 state slots" in text
-    assert "1000 snapshots of 3644416 bytes" in text
-    lines = text.splitlines()
+def test_table_adds_up(flash: CacheLayout) -> None:
+    lines = table(flash, 1 << 20, StateDemand(256, 64, 1000)).splitlines()
     total = float(lines[0].rsplit("; ", 1)[1].split()[0])
     assert sum(float(line.split()[-2]) for line in lines[1:]) == pytest.approx(total, abs=0.01)
-    assert "draft" not in text
-
-
-def test_table_with_speculation() -> None:
+    assert "draft" not in lines[0]
     drafting = served_layout(DSV4Config.flash(), torch.float8_e4m3fn, Options(), "cpu", draft_tokens=4, draft_layers=1)
     first = table(drafting, 1 << 20, StateDemand(256, 64, 1000)).splitlines()[0]
-    assert "320 state slots of 6586752 bytes (256 requests" in first and "snapshots of 3821952 bytes" in first
+    assert "1048576 tokens in 8192 blocks" in first
+    assert "320 state slots of 6586752 bytes (256 requests" in first and "1000 snapshots of 3821952 bytes" in first
     assert "room for 4 draft tokens each; rings of 43 layers and 1 of the draft model)" in first
 
 

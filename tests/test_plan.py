@@ -372,7 +372,6 @@ def test_more_holds_more() -> None:
     assert tokens(mem_fraction=0.8) < tokens() < tokens(mem_fraction=0.9)
     assert tokens(running=512) < tokens() < tokens(running=128)
     assert tokens(kv_cache_dtype="bfloat16") < tokens()
-    assert tokens(options=Options(hca_state="raw")) < tokens()
     assert tokens(draft_tokens=8) < tokens(draft_tokens=4) < tokens(draft_tokens=2) < tokens()
     assert tokens(options=Options(max_snapshots=5000)) < tokens() < tokens(options=Options(max_snapshots=600))
     assert tokens(count=4, tp=2) == 2 * tokens(), "two servers"
@@ -415,7 +414,6 @@ def test_neighbours_differ_in_one_thing() -> None:
         "--mem-fraction-static 0.80",
         "--mem-fraction-static 0.90",
         "--kv-cache-dtype bfloat16",
-        "--hca-state raw",
         "--speculative-num-draft-tokens 4",
         "--dp 4",
         "--tp 2",
@@ -427,9 +425,7 @@ def test_neighbours_differ_in_one_thing() -> None:
         assert len(differing) == 1 or differing == {"count", "tp"}
     assert "--tp 4" in dict(others(replace(given, tp=2))), "two servers, or one"
     drafting = dict(others(replace(given, draft_tokens=2)))
-    assert drafting["no speculation"] == given and "--hca-state raw" not in drafting
-    raw = replace(given, options=Options(hca_state="raw"))
-    assert not any("speculative" in change for change in dict(others(raw)))
+    assert drafting["no speculation"] == given
     without_nextn = changed(FLASH, num_nextn_predict_layers=0)
     assert not any("speculative" in change for change in dict(others(choice(without_nextn))))
     for other in (choice(count=8, dp=8), choice(PRO, count=8), choice(count=1, gpu="b200"), replace(given, running=1)):
@@ -566,7 +562,7 @@ def command_of(printed: str) -> dict[str, str]:
 def test_the_command_has_every_choice() -> None:
     printed = invoke(
         *("--gpu", "140", "--count", "4", "--model", "flash", "--dp", "2", "--kv-cache-dtype", "bfloat16"),
-        *("--indexer-format", "nvfp4", "--hca-state", "raw", "--max-snapshots", "400", "--experts", "fp8"),
+        *("--indexer-format", "nvfp4", "--max-snapshots", "400", "--experts", "fp8"),
         *("--max-running-requests", "64", "--chunked-prefill-size", "4096", "--mem-fraction-static", "0.9"),
         *("--context-length", "262144", "--hicache-size", "100"),
     )
@@ -577,7 +573,7 @@ def test_the_command_has_every_choice() -> None:
     assert values["--mem-fraction-static"] == "0.9"
     assert values["--hicache-size"] == "100" and "--enable-hierarchical-cache" in values
     options = from_override_args(values["--json-model-override-args"])
-    assert options == Options(indexer_format="nvfp4", hca_state="raw", max_snapshots=400)
+    assert options == Options(indexer_format="nvfp4", max_snapshots=400)
     assert not any("speculative" in word for word in values)
 
 
@@ -649,14 +645,10 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--max-running-requests 2 --count 4 --dp 4", r"--max-running-requests 2 is divided by --dp 4"),
         ("--max-snapshots 511", r"max_snapshots is 511; 256 running requests .* need at least 512"),
         ("--kv-cache-dtype fp4", r"--kv-cache-dtype is 'fp4'; expected one of auto, fp8_e4m3, bfloat16"),
-        ("--hca-state none", r'option hca_state is "none"; expected "online" \| "raw"'),
+        ("--indexer-format fp4", r'option indexer_format is "fp4"; expected "mxfp4" \| "nvfp4" \| "fp32"'),
         ("--experts int4", r"--experts is 'int4'; expected one of bf16, fp8, fp4"),
         ("--speculative-num-draft-tokens 1", r"--speculative-num-draft-tokens 1: expected 2 to 9, .* or 0 for no"),
         ("--speculative-num-draft-tokens 10", r"--speculative-num-draft-tokens 10: expected 2 to 9"),
-        (
-            "--speculative-num-draft-tokens 4 --hca-state raw",
-            r"--speculative-num-draft-tokens 4: .* --hca-state raw; give online",
-        ),
         ("--speculative-algorithm DSPARK", r"Flash has no DSPARK head .* give EAGLE, or --model the"),
         ("--speculative-algorithm EAGLE", r"--speculative-algorithm EAGLE: give --speculative-num-draft-tokens"),
         ("--speculative-dspark-block-size 5", r"block-size 5: give --speculative-algorithm DSPARK with it"),
@@ -694,7 +686,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--model dspark --speculative-algorithm EAGLE --speculative-num-draft-tokens 4",
             r"dspark has a DSPARK head and no NextN layer",
         ),
-        ("--speculative-algorithm MEDUSA", r"--speculative-algorithm is 'MEDUSA'; expected EAGLE, NEXTN or DSPARK"),
+        ("--speculative-algorithm MEDUSA", r"--speculative-algorithm is 'MEDUSA'; expected EAGLE or DSPARK"),
     ],
 )
 def test_bad_input(arguments: str, complaint: str, configs: Path) -> None:

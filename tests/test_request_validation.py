@@ -119,13 +119,6 @@ def test_labels_of_metrics() -> None:
         check({"tenants": "x"})
 
 
-def test_bounds_are_served() -> None:
-    for start in (-1, 0, 1):
-        send(tokenized(return_logprob=True, logprob_start_len=start, top_logprobs_num=VOCABULARY))
-    for n in (1, MAX_ANSWERS):
-        normalize(sampling_params={"n": n})
-
-
 @pytest.mark.parametrize(
     ("check", "fields", "message"),
     [
@@ -145,6 +138,7 @@ def test_bounds_are_served() -> None:
             {"top_logprobs_num": VOCABULARY + 1},
             "top_logprobs_num is 385; expected 0 to 384, the number of tokens of the model",
         ),
+        (sent, {"params": SamplingParams(top_k=1 << 31)}, "top_k is 2147483648; expected -1, or 1 to 2147483647"),
         # Before SGLang looks at the request.
         (normalize, {"sampling_params": {"n": MAX_ANSWERS + 1}}, "n is 1025; expected 1 to 1024"),
         (normalize, {"sampling_params": {"n": 0}}, "n is 0; expected 1 to 1024"),

@@ -121,7 +121,7 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
 @pytest.mark.parametrize("model", [Model.flash(), Model.pro()], ids=lambda model: model.name)
 @pytest.mark.parametrize(
     ("options", "drafts"),
-    [({}, 0), ({"hca_state": "raw", "max_snapshots": 600}, 0), ({}, 4), ({}, 9)],
+    [({}, 0), ({"indexer_format": "fp32", "max_snapshots": 600}, 0), ({}, 4), ({}, 9)],
     ids=["defaults", "options", "4 draft tokens", "9 draft tokens"],
 )
 def test_the_server_allocates_what_the_plan_says(

@@ -67,8 +67,8 @@ def _draft_tokens(model: Model, algorithm: str | None, tokens: int, block: int |
     """
     if algorithm is None and block is not None:
         raise ValueError(f"--speculative-dspark-block-size {block}: give --speculative-algorithm DSPARK with it")
-    if algorithm not in (None, "EAGLE", "NEXTN", "DSPARK"):
-        raise ValueError(f"--speculative-algorithm is {algorithm!r}; expected EAGLE, NEXTN or DSPARK")
+    if algorithm not in (None, "EAGLE", "DSPARK"):
+        raise ValueError(f"--speculative-algorithm is {algorithm!r}; expected EAGLE or DSPARK")
     if algorithm != "DSPARK":
         if model.dspark is not None and (algorithm or tokens):
             raise ValueError(f"{model.name} has a DSPARK head and no NextN layer; give --speculative-algorithm DSPARK")
@@ -261,7 +261,6 @@ def plan(
     mem_fraction_static: Annotated[float, typer.Option(help="Memory share for weights and cache.")] = 0.85,
     kv_cache_dtype: Annotated[str, typer.Option(help="KV entries: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
     indexer_format: Annotated[str, typer.Option(help="Index keys: mxfp4, nvfp4 or fp32.")] = "mxfp4",
-    hca_state: Annotated[str, typer.Option(help="HCA compressor state: online or raw.")] = "online",
     max_snapshots: Annotated[int | None, typer.Option(help="Per cache; default: a twelfth of its memory.")] = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
     speculative_algorithm: Annotated[str | None, typer.Option(help="EAGLE or DSPARK; default: none.")] = None,
@@ -295,7 +294,7 @@ def plan(
         if goal is not None:
             _check_goal(context_of_command, goal)
         described = _model(model)
-        given = {"indexer_format": indexer_format, "hca_state": hca_state, "max_snapshots": max_snapshots}
+        given = {"indexer_format": indexer_format, "max_snapshots": max_snapshots}
         wanted = Choice(
             model=described,
             gpu=_gpu(gpu),

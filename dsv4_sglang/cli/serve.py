@@ -37,7 +37,7 @@ def require_startable(model_path: str, flags: list[str]) -> None:
     Raises:
         LaunchError: one of them does not hold.
     """
-    launch_command.config_of(model_path)
+    launch_command.config_of(model_path, launch_command.flag_value(flags, launch_command.OPT_IN_FLAG))
     host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
     port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
     if not (port.isdecimal() and 0 < int(port) < 1 << 16):

@@ -30,6 +30,15 @@ _COUNTS = (
     "index_topk",
     "max_position_embeddings",
 )
+# Counts that SGLang's layers need, in addition to those of `ModelConfig`.
+LAYER_COUNTS = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "vocab_size",
+    "hc_mult",
+)
 _LAYER_TYPE_RATIO = {
     "sliding_attention": 0,
     "compressed_sparse_attention": CSA_RATIO,

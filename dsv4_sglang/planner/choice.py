@@ -105,8 +105,6 @@ class Choice:
             )
         elif not self.model.config.num_nextn_predict_layers:
             raise ValueError(f"{given}: {self.model.name} has no NextN layer to draft with (num_nextn_predict_layers)")
-        if self.options.hca_state == "raw":
-            raise ValueError(f"{given}: rejected drafts cannot be rolled back with --hca-state raw; give online")
 
     @property
     def split(self) -> Split:

@@ -9,20 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv4_sglang.model.config import DSV4Config, Fields
+from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields
 from dsv4_sglang.planner.stored_weights import expert_dtype
 
 # One config.json per released model, with its sizes.
 CONFIGS = Path(__file__).parent / "configs"
-# Fields that SGLang's constructors need, in addition to those of `DSV4Config`.
-SIZES = (
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "vocab_size",
-    "hc_mult",
-)
 
 
 class Format(enum.Enum):
@@ -91,7 +82,7 @@ class Model:
         if model.quantised and (method := fields.mapping("quantization_config").get("quant_method")) != "fp8":
             raise ValueError(f"config field 'quantization_config.quant_method' is {method!r}; expected 'fp8'")
         DSV4Config.from_hf(values)
-        for name in SIZES:
+        for name in LAYER_COUNTS:
             fields.integer(name)
         return model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.planner.choice import Choice
@@ -25,15 +24,12 @@ def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
             yield f"--mem-fraction-static {fraction:.2f}", replace(choice, mem_fraction=round(fraction, 4))
     rows = "auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16"
     yield f"--kv-cache-dtype {rows}", replace(choice, kv_cache_dtype=rows)
-    state: Literal["online", "raw"] = "online" if choice.options.hca_state == "raw" else "raw"
     if choice.draft_tokens:
         yield "no speculation", replace(choice, draft_tokens=0)
-    else:
-        yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
-        if head is not None and choice.dp == 1 and state == "raw" and head.block < MAX_DRAFT_TOKENS:
-            yield "--speculative-algorithm DSPARK", replace(choice, draft_tokens=head.block + 1)
-        elif head is None and config.num_nextn_predict_layers and state == "raw":
-            yield f"--speculative-num-draft-tokens {DRAFT_TOKENS}", replace(choice, draft_tokens=DRAFT_TOKENS)
+    elif head is not None and choice.dp == 1 and head.block < MAX_DRAFT_TOKENS:
+        yield "--speculative-algorithm DSPARK", replace(choice, draft_tokens=head.block + 1)
+    elif head is None and config.num_nextn_predict_layers:
+        yield f"--speculative-num-draft-tokens {DRAFT_TOKENS}", replace(choice, draft_tokens=DRAFT_TOKENS)
     for dp in (1,) if head is not None and choice.draft_tokens else (1, choice.tp):
         if dp != choice.dp and choice.running >= dp and config.o_groups % (choice.tp // dp) == 0:
             yield f"--dp {dp}", replace(choice, dp=dp)

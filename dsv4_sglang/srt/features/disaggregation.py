@@ -58,8 +58,7 @@ def cache_name(layout: CacheLayout, model: DSV4Config, attention_ranks: int) -> 
     digest = hashlib.sha256(repr((model, parts)).encode()).hexdigest()[:12]
     return (
         f"dsv4_sglang {__version__}: {layout.ring_format.value} entries, {'/'.join(sorted(keys))} keys, "
-        f"{first.hca_state.value} HCA state, {first.draft_tokens} draft tokens, attention TP {attention_ranks}, "
-        f"model and bytes {digest}"
+        f"{first.draft_tokens} draft tokens, attention TP {attention_ranks}, model and bytes {digest}"
     )
 
 

@@ -56,9 +56,6 @@ class Pool:
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each id without an owner, with several owners, or outside the pool."""
-        claimed = [i for _, ids in self._claims for i in ids]
-        if len(claimed) == len(self.ids) and set(claimed) == set(self.ids):
-            return
         owners: dict[int, list[str]] = defaultdict(list)
         for owner, ids in self._claims:
             for i in ids:
@@ -163,17 +160,16 @@ class _Tree:
 
     def _pages(self, place: str) -> dict[int, list[int]]:
         """Return the blocks of each node by node id, on the device (`value`) or the host (`host_value`)."""
-        values = [(node.id, value) for node in self.nodes if (value := getattr(self._data(node)[0], place)) is not None]
-        if not values:
-            return {}
-        tokens = torch.cat([value for _, value in values]).cpu()
         pages = {}
-        for (node_id, _), indices in zip(values, tokens.split([len(value) for _, value in values])):
+        for node in self.nodes:
+            if (tokens := getattr(self._data(node)[0], place)) is None:
+                continue
+            indices = tokens.cpu()
             blocks = indices[::BLOCK] // BLOCK
             if not torch.equal(indices, (blocks[:, None] * BLOCK + torch.arange(BLOCK)).ravel()):
                 text = f"its {place} is not a list of whole blocks of {BLOCK} tokens"
-                self.wrong.append(Finding(f"node {node_id}", text))
-            pages[node_id] = blocks.tolist()
+                self.wrong.append(Finding(f"node {node.id}", text))
+            pages[node.id] = blocks.tolist()
         return pages
 
     def _data(self, node: Any) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ FUSED_STREAM_THREADS = 256
 
 def activate(context: ServerContext, server_args: Any) -> None:
     """Install the cache, once in a process. Raise LaunchError if SGLang lacks anything that the cache relies on."""
-    config = config_of(server_args.model_path)
+    config = config_of(server_args.model_path, server_args.json_model_override_args)
     reject_release(config.get("model_type"))
     hooks = hooks_of(context, on_cpu=server_args.device == "cpu")
     sglang_contract.require([*sglang_contract.flag_differences(), *sglang_contract.hook_differences(hooks)])

@@ -538,17 +538,6 @@ def release_retracted(
     original(req, tree_cache, *arguments, **named)
 
 
-def tree_without_prefix_cache() -> type:
-    """Return the class of the tree of a server with --disable-radix-cache."""
-    if IS_0_5_23:
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-        return UnifiedRadixCache
-    from sglang.srt.mem_cache.chunk_cache import ChunkCache
-
-    return ChunkCache
-
-
 def evicted_layers(*arguments: Any, **named: Any) -> Any:
     """Return the argument `target` of `evict_component`. Since 0.5.23 another argument precedes it."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer

@@ -15,13 +15,13 @@ from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 class Denied(NamedTuple):
     """Fields, separated by spaces, that must have their default.
 
-    `reason` ends the sentence "--flag is not supported: ". `ignored`: this package does not read the fields. SGLang may
-    set such a field itself, so it is rejected only if the user gave the flag. A release of SGLang may lack a field.
+    `reason` ends the sentence "--flag is not supported: ". `as_given`: this package does not read the fields. SGLang
+    may set them itself, so they are rejected only if the user gave the flag. A release of SGLang may lack a field.
     """
 
     reason: str
     fields: str
-    ignored: bool = False
+    as_given: bool = False
 
 
 class Limit(NamedTuple):
@@ -41,10 +41,6 @@ def _one_of(*values: object) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _positive(number: float) -> bool:
-    return number > 0
-
-
 def on_grid(tokens: int) -> bool:
     """Return True for a multiple of a block, and for 0 and -1, which mean "no limit"."""
     return tokens <= 0 or tokens % BLOCK == 0
@@ -55,16 +51,11 @@ STORAGES = ("file", "nixl", "mooncake")
 _OWN_BACKEND = "this cache has an attention backend of its own; leave it out"
 
 LIMITS = (
-    Limit("tp_size", _positive, "give 1 or more processes"),
-    Limit("dp_size", _positive, "give 1 or more attention ranks"),
-    Limit("max_running_requests", _positive, "give 1 or more, or leave it out"),
-    Limit("max_total_tokens", _positive, "give 1 or more, or leave it out"),
-    Limit("context_length", _positive, "give 1 or more, or leave it out"),
-    Limit(
-        "mem_fraction_static",
-        lambda fraction: 0 < fraction < 1,
-        "give a fraction between 0 and 1, or leave it out",
+    *(
+        Limit(field, lambda number: number > 0, "give 1 or more, or leave it out")
+        for field in ("tp_size", "dp_size", "max_running_requests", "max_total_tokens", "context_length")
     ),
+    Limit("mem_fraction_static", lambda share: 0 < share < 1, "give a fraction between 0 and 1, or leave it out"),
     Limit("chunked_prefill_size", on_grid, f"snapshots are taken between chunks; give a multiple of {BLOCK}, or -1"),
     Limit(
         "mamba_track_interval",
@@ -79,8 +70,15 @@ LIMITS = (
     Limit("page_size", _one_of(BLOCK), f"a block has {BLOCK} tokens; leave it out"),
     # On a CPU SGLang sets the last two before it reads the model's config.
     Limit("attention_backend", _one_of("dsv4_sglang", "intel_amx", "torch_native"), _OWN_BACKEND),
-    Limit("prefill_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND),
-    Limit("decode_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND),
+    # SGLang sets the last one for the worker of DSPARK's draft model.
+    *(
+        Limit(field, _one_of("dsv4_sglang"), _OWN_BACKEND)
+        for field in (
+            "prefill_attention_backend",
+            "decode_attention_backend",
+            "speculative_draft_attention_backend",
+        )
+    ),
     Limit("radix_cache_backend", _one_of("dsv4_sglang"), "snapshots need SGLang's unified radix tree; leave it out"),
     Limit(
         "schedule_policy",
@@ -107,12 +105,15 @@ LIMITS = (
     ),
     Limit(
         "speculative_algorithm",
-        _one_of("EAGLE", "NEXTN", "DSPARK"),
+        _one_of("EAGLE", "DSPARK"),
         "drafts come from the model's NextN layer or DSPARK head; give EAGLE or DSPARK",
     ),
-    # SGLang sets it for the worker of DSPARK's draft model.
-    Limit("speculative_draft_attention_backend", _one_of("dsv4_sglang"), _OWN_BACKEND),
     Limit("speculative_eagle_topk", _one_of(1), "drafts form a chain; give 1"),
+    Limit(
+        "speculative_num_steps",
+        lambda steps: 0 < steps < MAX_DRAFT_TOKENS,
+        f"state slots have room for 1 to {MAX_DRAFT_TOKENS - 1} drafts; give a number from 1 to {MAX_DRAFT_TOKENS - 1}",
+    ),
     Limit(
         "speculative_num_draft_tokens",
         lambda tokens: tokens <= MAX_DRAFT_TOKENS,
@@ -156,12 +157,11 @@ _UNTESTED = "it has not been tested"
 
 DENIED = (
     Denied("state slots have room for a fixed number of drafts", "speculative_adaptive"),
-    Denied("the draft model has one layer", "enable_multi_layer_eagle"),
     Denied("the state slot of a request includes the state of its draft model", "decoupled_spec_role"),
     Denied(
         "it has not been tested with speculation",
         "speculative_token_map speculative_skip_dp_mlp_sync speculative_use_block_verification "
-        "speculative_enable_w4a4_mxfp4_megamoe",
+        "speculative_enable_w4a4_mxfp4_megamoe enable_multi_layer_eagle",
     ),
     Denied("draft layers use the KV format of the model", "speculative_draft_kv_cache_dtype"),
     Denied(
@@ -179,8 +179,8 @@ DENIED = (
         "enable_attn_tp_input_scattered disable_attn_tp_gather enable_layernorm_sp enable_megamoe_for_layernorm_sp "
         "enable_dense_mlp_attn_tp enable_shared_experts_attn_tp shared_experts_tp_size enable_cp_tp_group_sharing",
     ),
-    Denied(_UNTESTED, "enable_tp_lm_head_all_to_all", ignored=True),
-    Denied("give --dp-size with --enable-dp-attention", "attn_dp_size", ignored=True),
+    Denied(_UNTESTED, "enable_tp_lm_head_all_to_all", as_given=True),
+    Denied("give --dp-size with --enable-dp-attention", "attn_dp_size", as_given=True),
     Denied(
         "chunks and blocks belong to one process: no context parallelism",
         "attn_cp_size enable_prefill_cp cp_strategy enable_dsa_cache_layer_split enable_dsa_prefill_context_parallel "
@@ -208,11 +208,7 @@ DENIED = (
         'this cache has an eviction policy of its own; limit snapshots with the option "max_snapshots"',
         "mamba_max_states_per_path radix_eviction_policy radix_eviction_policy_config",
     ),
-    Denied(
-        'snapshots are not quantised; limit them with the option "max_snapshots"',
-        "enable_int8_mamba_checkpoint int8_mamba_ckpt_size",
-    ),
-    Denied("the formats of the state are fixed", "mamba_ssm_dtype"),
+    Denied("the formats of the state are fixed", "mamba_ssm_dtype enable_int8_mamba_checkpoint int8_mamba_ckpt_size"),
     Denied(
         "all requests of a step share one metadata",
         "enable_two_batch_overlap enable_single_batch_overlap enable_pdmux",
@@ -253,7 +249,7 @@ DENIED = (
     Denied(
         "the attention kernels reduce their partial results",
         "boundary_reduction speculative_boundary_reduction",
-        ignored=True,
+        as_given=True,
     ),
     Denied("compressors need fp32 projections", "enable_tf32_matmul"),
     Denied("its requests bypass the validation of fields; give --grpc-port", "smg_grpc_mode grpc_mode"),
@@ -262,8 +258,8 @@ DENIED = (
         "debug_tensor_dump_output_folder forward_hooks msprobe_dump_config enable_layerwise_nvtx_marker",
     ),
     Denied("a decode step is one CUDA graph, including its metadata", "debug_cuda_graph"),
-    Denied('set the option "indexer_format" instead', "enable_deepseek_v4_fp4_indexer", ignored=True),
-    Denied("KV entries contain their scales", "quantization_param_path", ignored=True),
+    Denied('set the option "indexer_format" instead', "enable_deepseek_v4_fp4_indexer", as_given=True),
+    Denied("KV entries contain their scales", "quantization_param_path", as_given=True),
     Denied(
         "this cache has kernels of its own",
         "mamba_backend enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds linear_attn_backend "
@@ -273,6 +269,6 @@ DENIED = (
         "enable_fused_qk_norm_rope dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend "
         "dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype speculative_dsa_topk_backend "
         "dsv4_attn_backend dsv4_prefill_backend prefill_kv_cache_dequant_dtype enable_lean_attention c128_page_size",
-        ignored=True,
+        as_given=True,
     ),
 )

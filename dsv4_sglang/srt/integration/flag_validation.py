@@ -26,6 +26,16 @@ STORAGE_FOLDERS = {
     "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
     "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
 }
+# CUDA graphs of a phase: the only kind that is served, and the reason.
+GRAPHS = (
+    ("prefill", "breakable", "a short prefill step is one breakable graph without breaks"),
+    ("decode", "full", "a decode step, metadata included, is one graph"),
+)
+# Environment variables that must not be on.
+VARIABLES = {
+    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "snapshots need SGLang's unified radix tree",
+    "SGLANG_RUST_SERVER": "its requests bypass the validation of fields",
+}
 
 
 def flag(field: str) -> str:
@@ -42,11 +52,6 @@ def _given(value: object, default: object) -> bool:
     return value != default and bool(value or default)
 
 
-def _is_on(variable: str | None) -> bool:
-    """Return True for a value of an environment variable that SGLang takes for true."""
-    return (variable or "").lower() in ("1", "true")
-
-
 def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     """Yield (flag, reason) of the unsupported flags. `resolved`: SGLang has derived values from the given flags."""
     defaults = compat.flag_defaults()
@@ -54,25 +59,22 @@ def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         for field in denied.fields.split():
             if field not in defaults:  # another release has it
                 continue
-            if not (resolved and denied.ignored) and _given(value := getattr(args, field), defaults[field]):
+            if not (resolved and denied.as_given) and _given(value := getattr(args, field), defaults[field]):
                 yield _named(field, value), denied.reason
     for limit in LIMITS:
         value = getattr(args, limit.field)
         if not (resolved and limit.as_given) and value not in (None, defaults[limit.field]) and not limit.serves(value):
             yield _named(limit.field, value), limit.reason
     graphs = args.cuda_graph_config
-    if graphs is not None and graphs.prefill.backend not in ("breakable", "disabled"):
-        backend = f"--cuda-graph-backend-prefill {graphs.prefill.backend}"
-        yield backend, "a short prefill step is one breakable graph without breaks; give breakable or disabled"
+    for phase, served, reason in GRAPHS if graphs is not None else ():
+        if (backend := getattr(graphs, phase).backend) not in (served, "disabled"):
+            yield f"--cuda-graph-backend-{phase} {backend}", f"{reason}; give {served} or disabled"
     if graphs is not None and graphs.prefill.backend == "breakable" and args.device == "cpu":
         yield "--cuda-graph-backend-prefill breakable", "CUDA graphs need a GPU; leave it out"
-    if graphs is not None and graphs.decode.backend not in ("full", "disabled"):
-        backend = f"--cuda-graph-backend-decode {graphs.decode.backend}"
-        yield backend, "a decode step, metadata included, is one graph; give full or disabled"
-    if _is_on(os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE")):
-        yield "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "snapshots need SGLang's unified radix tree; leave it out"
-    if _is_on(os.environ.get("SGLANG_RUST_SERVER")):
-        yield "SGLANG_RUST_SERVER", "its requests bypass the validation of fields; leave it out"
+    for variable, reason in VARIABLES.items():
+        # What SGLang takes for true.
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            yield variable, f"{reason}; leave it out"
 
 
 def _attention_ranks(args: Any) -> int:
@@ -107,6 +109,25 @@ def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
         yield (
             f"--max-running-requests {running}",
             f"each of the {ranks} attention ranks serves a part; give {ranks} or more",
+        )
+
+
+def _rejected_with_eagle(args: Any) -> Iterable[tuple[str, str]]:
+    """Yield numbers of drafts that are missing or contradict each other. `args` are the given flags."""
+    if args.speculative_algorithm != "EAGLE":
+        return
+    steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
+    for field in ("speculative_num_steps", "speculative_eagle_topk"):
+        if getattr(args, field) is None:
+            yield (
+                f"--speculative-algorithm EAGLE without {flag(field)}",
+                "the number of drafts has no default; give for example --speculative-num-steps 3 "
+                "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+            )
+    if steps is not None and tokens not in (None, steps + 1):
+        yield (
+            f"--speculative-num-draft-tokens {tokens} with --speculative-num-steps {steps}",
+            f"a verify step has the last token and {steps} drafts; give {steps + 1}",
         )
 
 
@@ -233,7 +254,7 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
-    for option in ("entry_format", "indexer_format", "hca_state"):
+    for option in ("entry_format", "indexer_format"):
         if (value := getattr(options, option)) != getattr(Options(), option):
             yield f"the option {option} {value}", "DeepSeek-V4.1 has one format for each kind of entry; leave it out"
     if getattr(hf_config, "engram_layer_ids", None):
@@ -266,6 +287,7 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
     _raise(_rejected(args, resolved=False))
     combined = (
         _rejected_in_parallel(args),
+        _rejected_with_eagle(args),
         _rejected_with_dspark(args),
         _rejected_with_host_cache(args),
         _rejected_with_disaggregation(args),

@@ -23,6 +23,10 @@ from dsv4_sglang.srt.integration.startup_check import build_or_reject
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
 SRT = "sglang.srt."
+_UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+_PREFILL_GRAPHS = SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
+# Hooks by reason: target -> function. A target is empty if the installed release needs no hook.
+Table = dict[str, dict[str, Callable[..., Any]]]
 
 
 class Hook(NamedTuple):
@@ -45,18 +49,6 @@ class Hook(NamedTuple):
         return HookType.AROUND if first == "original" else HookType.REPLACE
 
 
-def _because(reason: str, *hooks: tuple[str, Callable[..., Any]]) -> tuple[Hook, ...]:
-    """Return hooks with the same reason. A target is empty if the installed release needs no hook."""
-    return tuple(Hook(target, function, reason) for target, function in hooks if target)
-
-
-# Hooks of the option `integrity_check`.
-INTEGRITY_CHECK = _because(
-    "/server_info is the only request of SGLang that reaches all processes and returns their answers",
-    (SRT + "managers.scheduler.Scheduler.get_internal_state", integrity.add_reports),
-)
-
-
 def keep_backend(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
     """AROUND `attn_backend_wrapper`: return the backend without SGLang's dispatcher."""
     return full_attn_backend
@@ -67,292 +59,234 @@ def always_cache(self: Any, req: Any, result: Any, i: int) -> bool:
     return True
 
 
+# Hooks that separate the tenants of a storage.
+NAMESPACES: Table = {
+    "keys of stored pages are hashes of tokens only, so tenants would share pages; the root has no tenant": {
+        compat.HASH_PAGES: namespaces.hash_pages,
+        compat.LOOK_UP_PAGES: namespaces.look_up,
+        compat.PREFETCH_NAMESPACE: namespaces.of_anchor,
+    },
+}
+# Hooks of the option `integrity_check`.
+INTEGRITY_CHECK: Table = {
+    "/server_info is the only request of SGLang that reaches all processes and returns their answers": {
+        SRT + "managers.scheduler.Scheduler.get_internal_state": integrity.add_reports
+    },
+}
+# Hooks of every server that need nothing of its context.
+ALWAYS: Table = {
+    "one backend serves all layers, but SGLang would wrap it in its dispatcher for linear-attention layers": {
+        SRT + "model_executor.model_runner_components.attention_backend_setup.attn_backend_wrapper": keep_backend
+    },
+    "a prefill step takes several snapshots of a request, SGLang's only one": {
+        SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": snapshot_schedule.prepare_for_extend
+    },
+    "the backend needs the scheduler's plan of the snapshots of a prefill step": {
+        SRT + "model_executor.forward_batch_info.ForwardBatch.init_new": snapshot_schedule.pass_plan_to_backend
+    },
+    "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly": {
+        _PREFILL_GRAPHS + "can_replay_locally": prefill_graphs.fits
+    },
+    "snapshots are taken at other lengths than in SGLang, into slots of the snapshot pool": {
+        compat.TRACK_REQUEST: snapshot_schedule.plan_request
+    },
+    "a decoding request keeps one rolling snapshot instead of two alternating slots": {
+        SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs": snapshot_schedule.plan_decode
+    },
+    "a verify step needs slots for the rolling snapshots that it may pass, and cannot allocate them itself": {
+        SRT + "speculative.spec_utils.spec_prepare_for_decode": snapshot_schedule.plan_verify
+    },
+    "the draft model's steps use the window rings of this cache; SGLang supports a fixed list of backends": {
+        SRT + "speculative.draft_utils.DraftBackendFactory.create_decode_backend": speculation.decode_backends,
+        SRT + "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": speculation.extend_backend,
+    },
+    "SGLang records that step in a CUDA graph for its own backends only": {
+        compat.CAPTURE_DRAFT_GRAPHS: speculation.capture_graphs
+    },
+    "snapshots of a verify step are complete after the draft model has processed the accepted tokens": {
+        compat.DRAFT_EXTEND: speculation.take_snapshots
+    },
+    "the state slot contains the draft model's state; SGLang would save or send the shared pool twice": {
+        compat.DRAFT_KV_POOL: speculation.no_draft_pool
+    },
+    "DSPARK's stages use the window rings of this cache; SGLang would select the backend of its own pool": {
+        compat.DSPARK_BACKEND: compat.with_dspark_backend(BACKEND)
+    },
+    "the context of DSPARK's stages is stored in the window rings, and completes the snapshots of a step": {
+        compat.WRITE_CONTEXT: speculation.write_context
+    },
+    "a finished request is inserted up to its last snapshot; SGLang would insert a state with all drafts": {
+        compat.MAY_CACHE_FINISHED: always_cache
+    },
+    "a finished save frees memory, and a chunked prompt has its slot; SGLang lets requests wait until one ends": {
+        SRT + "managers.scheduler.Scheduler.get_new_batch_prefill": snapshot_schedule.recheck_queue
+    },
+    "a retraction that frees memory must be distinguished from a retraction of all requests": {
+        SRT + "managers.schedule_batch.ScheduleBatch.release_req": snapshot_schedule.retract_for_memory
+    },
+    "a retracted request resumes from its last snapshot if that is still cached; SGLang recomputes its answer": {
+        SRT + "managers.schedule_batch.release_kv_cache": snapshot_schedule.keep_on_retraction
+    },
+    "SGLang accepts sampling parameters of any type, and some types crash one of its processes": {
+        SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": request_validation.check_fields
+    },
+    "a message that the scheduler cannot decode, or a value out of bounds such as a token id, crashes it": {
+        compat.SEND_TO_SCHEDULER: request_validation.check_message
+    },
+    "the server crashes if a request with token_ids_logprob is decoded together with one without": {
+        compat.LOGPROBS_OF_TOKENS: compat.tensors_of_logprobs
+    },
+    "the workers of --tokenizer-worker-num accept requests but do not load SGLang's plugins": {
+        SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": tokenizer_workers.share_plugins
+    },
+    "uvicorn would ignore SIGQUIT, with which a failing scheduler ends the server": {
+        "uvicorn.supervisors.multiprocess.Multiprocess.__init__": tokenizer_workers.keep_quit_handler
+    },
+    "the output of attention is already summed over an attention rank; SGLang would sum it again": {
+        SRT + "layers.dp_attention.dp_gather_partial": collectives.gather_replicated
+    },
+    "SGLang clears its input, for example token ids, in all but one process of an attention rank": {
+        SRT + "layers.dp_attention.dp_gather_replicate": collectives.gather_from_copy
+    },
+    "a draft model's prefill has one row per request, but SGLang exchanges one per requested log-probability": {
+        compat.LOGITS_OF_RANKS: collectives.logits_of_ranks
+    },
+    "a server that does not fit into memory ends with one line instead of SGLang's traceback": {
+        SRT + "managers.scheduler.Scheduler.init_model_worker": build_or_reject
+    },
+    "the host cache keeps the released data, and requests wait; SGLang would end a server that is not idle": {
+        _UPDATER + "release_memory_occupation": sleep.release_memory
+    },
+    "after wake-up the memory of the pools has undefined contents, so it is initialised again": {
+        _UPDATER + "resume_memory_occupation": sleep.resume_memory
+    },
+    "a step would crash the server while its memory is released": {
+        SRT + "managers.scheduler.Scheduler.continue_generation": sleep.keep_paused
+    },
+    "results of the old weights must not be served; SGLang keeps stored pages, and flushes only on request": {
+        **{
+            _UPDATER + f"update_weights_from_{way}": sleep.update_weights
+            for way in ("disk", "distributed", "tensor", "ipc")
+        },
+        compat.END_WEIGHT_UPDATE: sleep.end_update,
+    },
+    "an entry is key and value at once; SGLang would take half of the buffers as keys and the others as values": {
+        SRT + "disaggregation.utils.is_mla_backend": disaggregation.is_mla
+    },
+    "if the caches differ, only the affected requests must fail, not the decode server": {
+        SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info": disaggregation.reject_other_caches
+    },
+    "the process that detects a rejected request may not be the one that answers it": {
+        SRT + "disaggregation.common.conn.CommonKVReceiver.__init__": disaggregation.record_failure_reason
+    },
+    "a decode server copies the state of retracted requests to the host, but a running step changes it": {
+        SRT + "managers.scheduler.Scheduler.update_running_batch": disaggregation.finish_step_before_retraction
+    },
+}
+
+
+def _of_context(context: ServerContext) -> Table:
+    """Return the hooks of every server that decide by its options, layout and slots."""
+    return {
+        "the cache needs pages of 128 tokens and its own backend; other flags are rejected before loading": {
+            SRT + "arg_groups.overrides.collect_model_override_declarations": context.declarations
+        },
+        "flags that SGLang derives from others are checked after it has resolved them": {
+            compat.FLAGS_RESOLVED: context.resolved
+        },
+        "snapshots are taken into extra slots, which SGLang allows for a fixed list of architectures only": {
+            compat.ALLOW_EXTRA_BUFFER: context.extra_buffer
+        },
+        "window entries are part of the state of a request, not pages of a second pool": {
+            SRT + "configs.model_config.is_hybrid_swa_model": context.is_hybrid_swa
+        },
+        "memory is first given to state slots of running requests and to snapshots, not divided by a fixed ratio": {
+            compat.CHOOSE_STATE_SLOTS: context.state_slots
+        },
+        "the limit of running requests is given, and the slots were chosen for it": {
+            compat.SLOTS_OF_A_REQUEST: context.slots_of_request
+        },
+        "the pool size depends on the bytes of a block, and must hold a request of the context length": {
+            SRT + "model_executor.pool_configurator.create_memory_pool_configurator": context.pool_configurator
+        },
+        "requests use the state slots of this cache, including those that arrive at a decode server": {
+            compat.BUILD_REQUEST_POOL: context.request_pool,
+            compat.BUILD_DECODE_REQUEST_POOL: context.request_pool,
+        },
+        "token slots are addresses in the blocks of this cache": {compat.BUILD_KV_POOL: context.kv_pool},
+        "last call before a scheduler reports ready: check what was built, and watch loads from the host cache": {
+            SRT + "managers.scheduler.Scheduler.get_init_info": context.started
+        },
+        "both servers must have the same cache layout; SGLang compares --kv-cache-dtype only": {
+            SRT + "disaggregation.common.conn.CommonKVManager.__init__": context.name_cache
+        },
+    }
+
+
+def _without_gpu(context: ServerContext) -> Table:
+    """Return the hooks of a server on a CPU."""
+    return {
+        "SGLang requires a GPU here, because its own models of this kind have GPU kernels only": {
+            compat.VALIDATE_EXTRA_BUFFER: without_gpu.accept
+        },
+        "SGLang rejects an FP8 KV cache without AMX, which only its own kernels need": {
+            compat.CONFIGURE_POOLS: context.pools_on_cpu
+        },
+        "SGLang replicates KV heads until every process has one; here all processes share a single head": {
+            SRT + "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp": without_gpu.keep_kv_heads
+        },
+        "SGLang requires a GPU here, although it has PyTorch code for DSPARK": {
+            compat.RESOLVE_DSPARK: speculation.resolve_dspark_on_cpu
+        },
+        "SGLang verifies sampled drafts with GPU kernels only, and the server would crash": {
+            SRT + "speculative.dflash_utils.validate_dflash_request": speculation.validate_on_cpu
+        },
+        "DSPARK's worker records CUDA streams, which do not exist on a CPU": {
+            "torch.Tensor.record_stream": without_gpu.ignore_stream
+        },
+        "V4.1 collapses its residual streams with it after the last layer; SGLang has a GPU kernel only": {
+            compat.COLLAPSE_STREAMS: collapse_flat
+        },
+        "SGLang pins host memory, for example in ScheduleBatch.prepare_for_decode, which needs a GPU": {
+            compat.ALLOCATE_GRAMMAR_MASK: grammar.allocate_mask,
+            "torch.Tensor.pin_memory": without_gpu.keep_pageable,
+            "torch.tensor": without_gpu.make_pageable_tensor,
+            compat.KV_SENDER: disaggregation.allow_pageable_indices,
+        },
+        "SGLang has GPU kernels only, and the server would crash": {
+            SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": grammar.apply_mask_of_grammar
+        },
+        "the same applies to the mask of a model that is thinking, which has no grammar": {
+            SRT + "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask": grammar.apply_mask
+        },
+        "without an argument SGLang expects the model's device, but a CUDA build of torch returns CUDA": {
+            "torch.get_device_module": without_gpu.device_module
+        },
+        "DP attention gathers tokens and their ids with it, and SGLang's version needs a GPU": {
+            SRT + "distributed.parallel_state.inplace_all_reduce": collectives.sum_token_ids,
+            SRT + "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor": collectives.all_gather,
+            SRT + "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor": collectives.reduce_scatter,
+        },
+    }
+
+
+def rows(*tables: Table) -> tuple[Hook, ...]:
+    """Return the hooks of tables, without those that the installed release does not need."""
+    return tuple(
+        Hook(target, function, reason)
+        for table in tables
+        for reason, hooks in table.items()
+        for target, function in hooks.items()
+        if target
+    )
+
+
 def hooks_of(context: ServerContext, on_cpu: bool) -> tuple[Hook, ...]:
     """Return the hooks of a server."""
-    return (
-        *_because(
-            "the cache needs pages of 128 tokens and its own backend; other flags are rejected before loading",
-            (SRT + "arg_groups.overrides.collect_model_override_declarations", context.declarations),
-        ),
-        *_because(
-            "flags that SGLang derives from others are checked after it has resolved them",
-            (compat.FLAGS_RESOLVED, context.resolved),
-        ),
-        *_because(
-            "snapshots are taken into extra slots, which SGLang allows for a fixed list of architectures only",
-            (compat.ALLOW_EXTRA_BUFFER, context.extra_buffer),
-        ),
-        *_because(
-            "window entries are part of the state of a request, not pages of a second pool",
-            (SRT + "configs.model_config.is_hybrid_swa_model", context.is_hybrid_swa),
-        ),
-        *_because(
-            "one backend serves all layers, but SGLang would wrap it in its dispatcher for linear-attention layers",
-            (SRT + "model_executor.model_runner_components.attention_backend_setup.attn_backend_wrapper", keep_backend),
-        ),
-        *_because(
-            "memory is first given to state slots of running requests and to snapshots, not divided by a fixed ratio",
-            (compat.CHOOSE_STATE_SLOTS, context.state_slots),
-        ),
-        *_because(
-            "the limit of running requests is given, and the slots were chosen for it",
-            (compat.SLOTS_OF_A_REQUEST, context.slots_of_request),
-        ),
-        *_because(
-            "the pool size depends on the bytes of a block, and must hold a request of the context length",
-            (SRT + "model_executor.pool_configurator.create_memory_pool_configurator", context.pool_configurator),
-        ),
-        *_because(
-            "requests use the state slots of this cache, including those that arrive at a decode server",
-            (compat.BUILD_REQUEST_POOL, context.request_pool),
-            (compat.BUILD_DECODE_REQUEST_POOL, context.request_pool),
-        ),
-        *_because(
-            "token slots are addresses in the blocks of this cache",
-            (compat.BUILD_KV_POOL, context.kv_pool),
-        ),
-        *_because(
-            "a prefill step takes several snapshots of a request, SGLang's only one",
-            (SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend", snapshot_schedule.prepare_for_extend),
-        ),
-        *_because(
-            "the backend needs the scheduler's plan of the snapshots of a prefill step",
-            (SRT + "model_executor.forward_batch_info.ForwardBatch.init_new", snapshot_schedule.pass_plan_to_backend),
-        ),
-        *_because(
-            "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly",
-            (
-                SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_replay_locally",
-                prefill_graphs.fits,
-            ),
-        ),
-        *_because(
-            "snapshots are taken at other lengths than in SGLang, into slots of the snapshot pool",
-            (compat.TRACK_REQUEST, snapshot_schedule.plan_request),
-        ),
-        *_because(
-            "a decoding request keeps one rolling snapshot instead of two alternating slots",
-            (SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs", snapshot_schedule.plan_decode),
-        ),
-        *_because(
-            "a verify step needs slots for the rolling snapshots that it may pass, and cannot allocate them itself",
-            (SRT + "speculative.spec_utils.spec_prepare_for_decode", snapshot_schedule.plan_verify),
-        ),
-        *_because(
-            "the draft model's steps use the window rings of this cache; SGLang supports a fixed list of backends",
-            (SRT + "speculative.draft_utils.DraftBackendFactory.create_decode_backend", speculation.decode_backends),
-            (
-                SRT + "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
-                speculation.extend_backend,
-            ),
-        ),
-        *_because(
-            "SGLang records that step in a CUDA graph for its own backends only",
-            (compat.CAPTURE_DRAFT_GRAPHS, speculation.capture_graphs),
-        ),
-        *_because(
-            "snapshots of a verify step are complete after the draft model has processed the accepted tokens",
-            (compat.DRAFT_EXTEND, speculation.take_snapshots),
-        ),
-        *_because(
-            "the state slot contains the draft model's state; SGLang would save or send the shared pool twice",
-            (compat.DRAFT_KV_POOL, speculation.no_draft_pool),
-        ),
-        *_because(
-            "DSPARK's stages use the window rings of this cache; SGLang would select the backend of its own pool",
-            (compat.DSPARK_BACKEND, compat.with_dspark_backend(BACKEND)),
-        ),
-        *_because(
-            "the context of DSPARK's stages is stored in the window rings, and completes the snapshots of a step",
-            (compat.WRITE_CONTEXT, speculation.write_context),
-        ),
-        *_because(
-            "a finished request is inserted up to its last snapshot; SGLang would insert a state with all drafts",
-            (compat.MAY_CACHE_FINISHED, always_cache),
-        ),
-        *_because(
-            "memory becomes free when a save to the host ends, and a chunked prompt already has its slot; SGLang would "
-            "let the next request wait until another one ends",
-            (SRT + "managers.scheduler.Scheduler.get_new_batch_prefill", snapshot_schedule.recheck_queue),
-        ),
-        *_because(
-            "a retraction that frees memory must be distinguished from a retraction of all requests",
-            (SRT + "managers.schedule_batch.ScheduleBatch.release_req", snapshot_schedule.retract_for_memory),
-        ),
-        *_because(
-            "a retracted request resumes from its last snapshot if that is still cached; SGLang recomputes its answer",
-            (SRT + "managers.schedule_batch.release_kv_cache", snapshot_schedule.keep_on_retraction),
-        ),
-        *_because(
-            "SGLang accepts sampling parameters of any type, and some types crash one of its processes",
-            (
-                SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-                request_validation.check_fields,
-            ),
-        ),
-        *_because(
-            "a message that the scheduler cannot decode, or a value out of bounds such as a token id, crashes it",
-            (compat.SEND_TO_SCHEDULER, request_validation.check_message),
-        ),
-        *_because(
-            "the server crashes if a request with token_ids_logprob is decoded together with one without",
-            (compat.LOGPROBS_OF_TOKENS, compat.tensors_of_logprobs),
-        ),
-        *_because(
-            "the workers of --tokenizer-worker-num accept requests but do not load SGLang's plugins",
-            (SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer", tokenizer_workers.share_plugins),
-        ),
-        *_because(
-            "uvicorn would ignore SIGQUIT, with which a failing scheduler ends the server",
-            ("uvicorn.supervisors.multiprocess.Multiprocess.__init__", tokenizer_workers.keep_quit_handler),
-        ),
-        *sleep_hooks(),
-        *namespace_hooks(),
-        *_because(
-            "the output of attention is already summed over an attention rank; SGLang would sum it again",
-            (SRT + "layers.dp_attention.dp_gather_partial", collectives.gather_replicated),
-        ),
-        *_because(
-            "SGLang clears its input, for example token ids, in all but one process of an attention rank",
-            (SRT + "layers.dp_attention.dp_gather_replicate", collectives.gather_from_copy),
-        ),
-        *_because(
-            "a draft model's prefill has one row per request, but SGLang exchanges one per requested log-probability",
-            (compat.LOGITS_OF_RANKS, collectives.logits_of_ranks),
-        ),
-        *(INTEGRITY_CHECK if context.options.integrity_check else ()),
-        *disaggregation_hooks(context),
-        *_because(
-            "a server that does not fit into memory ends with one line instead of SGLang's traceback",
-            (SRT + "managers.scheduler.Scheduler.init_model_worker", build_or_reject),
-        ),
-        *_because(
-            "last call before a scheduler reports ready: check the classes of pools, tree, backend and model, and "
-            "start the watchdog of loads from the host cache",
-            (SRT + "managers.scheduler.Scheduler.get_init_info", context.started),
-        ),
-        *(cpu_hooks(context) if on_cpu else ()),
-    )
-
-
-def sleep_hooks() -> tuple[Hook, ...]:
-    """Return the hooks of sleep, wake-up and weight updates."""
-    updater = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-    return (
-        *_because(
-            "the host cache keeps the released data, and requests wait; SGLang would end a server that is not idle",
-            (updater + "release_memory_occupation", sleep.release_memory),
-        ),
-        *_because(
-            "after wake-up the memory of the pools has undefined contents, so it is initialised again",
-            (updater + "resume_memory_occupation", sleep.resume_memory),
-        ),
-        *_because(
-            "a step would crash the server while its memory is released",
-            (SRT + "managers.scheduler.Scheduler.continue_generation", sleep.keep_paused),
-        ),
-        *_because(
-            "results of the old weights must not be served; SGLang keeps stored pages, and flushes only on request",
-            *(
-                (updater + f"update_weights_from_{way}", sleep.update_weights)
-                for way in ("disk", "distributed", "tensor", "ipc")
-            ),
-            (compat.END_WEIGHT_UPDATE, sleep.end_update),
-        ),
-    )
-
-
-def namespace_hooks() -> tuple[Hook, ...]:
-    """Return the hooks that separate the tenants of a storage."""
-    return _because(
-        "keys of stored pages are hashes of tokens only, so tenants would share pages; the root has no tenant",
-        (compat.HASH_PAGES, namespaces.hash_pages),
-        (compat.LOOK_UP_PAGES, namespaces.look_up),
-        (compat.PREFETCH_NAMESPACE, namespaces.of_anchor),
-    )
-
-
-def disaggregation_hooks(context: ServerContext) -> tuple[Hook, ...]:
-    """Return the hooks of disaggregated prefill and decode servers."""
-    return (
-        *_because(
-            "an entry is key and value at once; SGLang would take half of the buffers as keys and the others as values",
-            (SRT + "disaggregation.utils.is_mla_backend", disaggregation.is_mla),
-        ),
-        *_because(
-            "both servers must have the same cache layout; SGLang compares --kv-cache-dtype only",
-            (SRT + "disaggregation.common.conn.CommonKVManager.__init__", context.name_cache),
-        ),
-        *_because(
-            "if the caches differ, only the affected requests must fail, not the decode server",
-            (
-                SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
-                disaggregation.reject_other_caches,
-            ),
-        ),
-        *_because(
-            "the process that detects a rejected request may not be the one that answers it",
-            (SRT + "disaggregation.common.conn.CommonKVReceiver.__init__", disaggregation.record_failure_reason),
-        ),
-        *_because(
-            "a decode server copies the state of retracted requests to the host, but a running step changes it",
-            (SRT + "managers.scheduler.Scheduler.update_running_batch", disaggregation.finish_step_before_retraction),
-        ),
-    )
-
-
-def cpu_hooks(context: ServerContext) -> tuple[Hook, ...]:
-    """Return the hooks of a server on a CPU."""
-    return (
-        *_because(
-            "SGLang requires a GPU here, because its own models of this kind have GPU kernels only",
-            (compat.VALIDATE_EXTRA_BUFFER, without_gpu.accept),
-        ),
-        *_because(
-            "SGLang rejects an FP8 KV cache without AMX, which only its own kernels need",
-            (compat.CONFIGURE_POOLS, context.pools_on_cpu),
-        ),
-        *_because(
-            "SGLang replicates KV heads until every process has one; here all processes share a single head",
-            (SRT + "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", without_gpu.keep_kv_heads),
-        ),
-        *_because(
-            "SGLang requires a GPU here, although it has PyTorch code for DSPARK",
-            (compat.RESOLVE_DSPARK, speculation.resolve_dspark_on_cpu),
-        ),
-        *_because(
-            "SGLang verifies sampled drafts with GPU kernels only, and the server would crash",
-            (SRT + "speculative.dflash_utils.validate_dflash_request", speculation.validate_on_cpu),
-        ),
-        *_because(
-            "DSPARK's worker records CUDA streams, which do not exist on a CPU",
-            ("torch.Tensor.record_stream", without_gpu.ignore_stream),
-        ),
-        *_because(
-            "V4.1 collapses its residual streams with it after the last layer; SGLang has a GPU kernel only",
-            (compat.COLLAPSE_STREAMS, collapse_flat),
-        ),
-        *_because(
-            "SGLang pins host memory, for example in ScheduleBatch.prepare_for_decode, which needs a GPU",
-            (compat.ALLOCATE_GRAMMAR_MASK, grammar.allocate_mask),
-            ("torch.Tensor.pin_memory", without_gpu.keep_pageable),
-            ("torch.tensor", without_gpu.make_pageable_tensor),
-            (compat.KV_SENDER, disaggregation.allow_pageable_indices),
-        ),
-        *_because(
-            "SGLang has GPU kernels only, and the server would crash",
-            (SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", grammar.apply_mask_of_grammar),
-            # The mask of a model that is thinking, which has no grammar.
-            (SRT + "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask", grammar.apply_mask),
-        ),
-        *_because(
-            "without an argument SGLang expects the model's device, but a CUDA build of torch returns CUDA",
-            ("torch.get_device_module", without_gpu.device_module),
-        ),
-        *_because(
-            "DP attention gathers tokens and their ids with it, and SGLang's version needs a GPU",
-            (SRT + "distributed.parallel_state.inplace_all_reduce", collectives.sum_token_ids),
-            (SRT + "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor", collectives.all_gather),
-            (SRT + "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor", collectives.reduce_scatter),
-        ),
+    return rows(
+        _of_context(context),
+        ALWAYS,
+        NAMESPACES,
+        INTEGRITY_CHECK if context.options.integrity_check else {},
+        _without_gpu(context) if on_cpu else {},
     )

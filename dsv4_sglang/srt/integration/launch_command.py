@@ -18,11 +18,13 @@ from typing import Any
 
 import yaml
 
+from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import FLAG as OPT_IN_FLAG
 from dsv4_sglang.srt.integration.options import KEY as OPT_IN_KEY
-from dsv4_sglang.srt.integration.options import from_override_args, overrides_of
+from dsv4_sglang.srt.integration.options import from_override_args, model_overrides, overrides_of
 
 CONFIG_FLAG = "--config"
 CPU_SHIM = Path(__file__).parents[1] / "cpu" / "cpu_shim"
@@ -99,15 +101,20 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     return _take(_with_file(flags), name)[0]
 
 
-def config_of(model_path: str) -> dict[str, Any]:
+def config_of(model_path: str, overrides: str | None) -> dict[str, Any]:
     """Return the config.json of a model folder, or {} for a model on a hub or in another storage.
+
+    Args:
+        model_path: folder or hub name of the model.
+        overrides: value of --json-model-override-args, which replaces fields of the file.
 
     Raises:
         LaunchError: the folder or the file does not exist, or it is not the config of a supported model.
     """
     file = Path(model_path) / "config.json"
     if not file.parent.is_dir():
-        if HUB_NAME.fullmatch(model_path):
+        # A folder in an existing folder is not taken for the owner of a model on a hub.
+        if HUB_NAME.fullmatch(model_path) and not file.parent.parent.is_dir():
             return {}
         raise LaunchError(f"--model-path {model_path}: no such folder; give a checkpoint's, or a hub name OWNER/NAME")
     try:
@@ -119,6 +126,14 @@ def config_of(model_path: str) -> dict[str, Any]:
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in MODEL_TYPES:
         raise LaunchError(f"{file} has the model_type {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
+    config |= model_overrides(overrides)
+    try:
+        (V41Config if model_type in V41_MODEL_TYPES else DSV4Config).from_hf(config)
+        Fields(config).sequence("architectures")
+        for name in LAYER_COUNTS:
+            Fields(config.get("text_config", config)).integer(name)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LaunchError(f"{file}: {error.args[0]}; restore the file of the checkpoint") from None
     return config
 
 

@@ -216,7 +216,7 @@ class CacheMetrics:
                 self.add(name, total - self._sums[name, ""])
 
     def publish(self) -> None:
-        """Update all gauges, collect finished copies and write the log lines when they are due.
+        """Update all gauges, collect finished copies and write the log line when it is due.
 
         Called when a request begins or ends, and after saves.
         """
@@ -227,33 +227,14 @@ class CacheMetrics:
         now, prompts = time.monotonic(), self._sums["prompt_tokens", ""]
         if not self._silent and now - self._logged_at >= LOG_SECONDS and prompts != self._logged:
             self._logged_at, self._logged = now, prompts
-            for line in str(self).splitlines():
-                log.info(line)
+            log.info("cache: %s", self)
 
     def __str__(self) -> str:
-        total = {metric.name: self.total(metric.name) for metric in (*METRICS, *HOST_METRICS)}
-        seconds, timed = total["snapshot_copy_seconds"], total["snapshot_timed_bytes"]
-        rate = f" at {timed / seconds / 1e9:.0f} GB/s" if seconds and timed else ""
-        lines = [
-            f"prefix cache: {total['prompt_tokens']:.0f} prompt tokens, {total['hit_tokens']:.0f} hit, "
-            f"{total['lost_tokens']:.0f} lost without a snapshot",
-            f"snapshots: {self.held} of {self._slots.num_slots} held, {total['snapshots_taken']:.0f} taken, "
-            f"{total['snapshots_evicted']:.0f} evicted, {total['snapshots_skipped']:.0f} not taken, "
-            f"{total['snapshots_resumed']:.0f} resumed from; {total['snapshot_copied_bytes'] / 1e9:.2f} GB copied, of "
-            f"which prefill steps {timed / 1e9:.2f} GB in {1e3 * seconds:.1f} ms{rate}",
-        ]
-        if self._pools is not None:
-            states = self.states()
-            hits = ", ".join(f"{source} {self.total('hit_tokens', source):.0f}" for source in SOURCES)
-            lines.append(
-                f"host cache: {states['host_tokens']} tokens and {states['host_snapshots']} snapshots held; tokens "
-                f"hit by place: {hits}; {total['host_saved_bytes'] / 1e9:.2f} GB saved in "
-                f"{total['host_save_seconds']:.2f} s, {total['host_loaded_bytes'] / 1e9:.2f} GB loaded in "
-                f"{total['host_load_seconds']:.2f} s, {1e3 * total['host_wait_seconds']:.1f} ms waited; "
-                f"{total['host_saves_skipped']:.0f} saves skipped, {total['host_loads_failed']:.0f} loads failed, "
-                f"{total['host_snapshots_evicted']:.0f} snapshots evicted"
-            )
-        return "\n".join(lines)
+        """Return all values but zeros, each with its name and label under /metrics. A histogram has its sum."""
+        self._poll()
+        values = {**self._sums, **{(name, ""): amount for name, amount in self.states().items()}}
+        keys = [(metric.name, value) for metric in (*METRICS, *HOST_METRICS) for value in metric.values]
+        return ", ".join(f"{' '.join(key).strip()} {values[key]:.6g}" for key in keys if values.get(key))
 
 
 class CopyTimer:

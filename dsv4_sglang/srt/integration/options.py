@@ -28,7 +28,6 @@ class Options:
 
     entry_format: Literal["auto", "fp32"] = "auto"
     indexer_format: Literal["mxfp4", "nvfp4", "fp32"] = "mxfp4"
-    hca_state: Literal["online", "raw"] = "online"
     snapshot_interval: int = 4096
     max_snapshots: int | None = None
     host_snapshots: int | None = None

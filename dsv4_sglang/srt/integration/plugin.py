@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsv4_sglang.srt.integration.options import Options
     from dsv4_sglang.srt.integration.server_context import ServerContext
 
 COMMAND_LINE = "sglang.srt.server_args.ServerArgs.from_cli_args"
@@ -28,7 +30,7 @@ def register() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         HookRegistry.register(COMMAND_LINE, before_command_line, HookType.BEFORE)
-        HookRegistry.register(OPT_IN, OptIn().before_model_config, HookType.BEFORE)
+        HookRegistry.register(OPT_IN, OptIn().build_model_config, HookType.AROUND)
     except Exception as error:
         if any("dsv4_sglang" in argument for argument in sys.argv):
             raise SystemExit(f"dsv4_sglang cannot hook into SGLang: {error!r}") from error
@@ -49,7 +51,7 @@ def before_command_line(_cls: type, args: Namespace) -> None:
 
     sys.excepthook = without_traceback(sys.excepthook)
     if from_override_args(args.json_model_override_args) is not None:
-        config_of(args.model_path)
+        config_of(args.model_path, args.json_model_override_args)
 
 
 class OptIn:
@@ -58,18 +60,30 @@ class OptIn:
     def __init__(self) -> None:
         self.context: ServerContext | None = None
 
-    def before_model_config(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
-        """Install the cache if the server opts in.
+    def build_model_config(self, original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND `ModelConfig.from_server_args`: install the cache first if the server opts in.
 
         Raises:
-            LaunchError: the server cannot be started.
+            LaunchError: the server cannot be started, or the config cannot be read.
             ValueError: an earlier model config of this process had other options.
         """
+        from huggingface_hub.errors import StrictDataclassError
+
+        from dsv4_sglang.srt.integration.launch_error import LaunchError
         from dsv4_sglang.srt.integration.options import from_override_args
 
         options = from_override_args(server_args.json_model_override_args)
         if options is None:
-            return
+            return original(server_args, *args, **kwargs)
+        self._install(options, server_args)
+        try:
+            return original(server_args, *args, **kwargs)
+        except (OSError, StrictDataclassError) as error:
+            path, reason = kwargs.get("model_path") or server_args.model_path, " ".join(str(error).split())
+            expected = "give the folder of a checkpoint, or a hub name OWNER/NAME"
+            raise LaunchError(f"the config of --model-path {path} cannot be read; {expected}: {reason}") from error
+
+    def _install(self, options: Options, server_args: Any) -> None:
         if self.context is None:
             from dsv4_sglang.srt.integration.compat import rejecting_other_releases
 

@@ -84,29 +84,33 @@ def _original(target: str) -> Callable[..., Any]:
 
 
 def _difference(ours: Callable[..., Any], theirs: Callable[..., Any], skip: bool = False) -> str | None:
-    """Return why `ours` cannot take the calls of `theirs`, or None if it can. `skip`: ignore the first parameter of
-    `ours`, the original function."""
-    mine = list(inspect.signature(ours).parameters.values())[skip:]
+    """Return why `ours` cannot take the calls of `theirs`, or None if it can.
+
+    Each parameter is passed by position, then by name. Either way it must arrive under the same name.
+
+    Args:
+        ours: hook or overriding method.
+        theirs: function of SGLang.
+        skip: `ours` has a first parameter for the original function.
+    """
     try:
         wanted = list(inspect.signature(theirs).parameters.values())
     except ValueError:  # functions written in C have no signature
         return None
-    if wanted and wanted[0].name in ("self", "cls"):
-        wanted = wanted[1:]
-        # `*args` include it.
-        mine = mine[1:] if mine and mine[0].kind is not Parameter.VAR_POSITIONAL else mine
-    rest = {p.kind for p in mine}
-    order, order_wanted = (
-        [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD] for parameters in (mine, wanted)
-    )
-    keywords, keywords_wanted = (
-        {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY} for parameters in (mine, wanted)
-    )
-    fits = (
-        order == order_wanted[: len(order)]
-        # SGLang may also pass them by name.
-        and (len(order) == len(order_wanted) or {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= rest)
-        and keywords <= keywords_wanted
-        and (keywords == keywords_wanted or Parameter.VAR_KEYWORD in rest)
-    )
-    return None if fits else f"takes ({', '.join(map(str, wanted))}); expected ({', '.join(map(str, mine))})"
+    signature = inspect.signature(ours)
+    placed = [p.name for p in wanted if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    named = [p.name for p in wanted if p.kind is Parameter.KEYWORD_ONLY]
+    receiver = placed[:1] if placed[:1] in (["self"], ["cls"]) else []
+    first = [None] * (skip + len(receiver))
+    placed = placed[len(receiver) :]
+    try:
+        by_place = signature.bind(*first, *placed, **{name: name for name in named}).arguments
+        signature.bind(*first, **{name: name for name in (*placed, *named)})
+    except TypeError:
+        fits = False
+    else:
+        fits = all(by_place.get(name, name) == name for name in placed)
+    if fits:
+        return None
+    expected = list(signature.parameters.values())[len(first) :]
+    return f"takes ({', '.join(map(str, wanted[len(receiver) :]))}); expected ({', '.join(map(str, expected))})"

@@ -32,20 +32,15 @@ def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def check_started(scheduler: Any) -> None:
-    """Raise RuntimeError, which stops the server, unless pools, allocator, tree, backend and model have the classes of
-    this package.
+    """Raise RuntimeError, which stops the server, unless pools, tree, backend and attention are of this package.
 
-    SGLang only logs a failing plugin or hook and would serve with its own pools.
+    A release of SGLang may have the function that a hook replaces, and no longer call it.
     """
-    from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-
     wrong = [
         f"  {what} is {type(item).__module__}.{type(item).__qualname__}, not {wanted.__qualname__}"
         for what, item, wanted in chain(_pools(scheduler), _prefix_cache(scheduler), _model(scheduler))
         if type(item) is not wanted
     ]
-    if scheduler.page_size != BLOCK:
-        wrong.append(f"  the page size is {scheduler.page_size}, not {BLOCK}")
     if wrong:
         raise RuntimeError("dsv4_sglang cannot serve: " + compat.version_note() + ".\n" + "\n".join(wrong))
 
@@ -56,81 +51,59 @@ Expected = Iterator[tuple[str, object, type]]
 
 def _pools(scheduler: Any) -> Expected:
     from sglang.srt.disaggregation.utils import DisaggregationMode
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
     from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
-    from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
+    from dsv4_sglang.srt.memory.pools import CacheKVPool, StateReqToTokenPool, StateSlotPool
 
     runner = scheduler.tp_worker.model_runner
-    requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
     decodes_only = scheduler.disaggregation_mode is DisaggregationMode.DECODE
+    requests = runner.req_to_token_pool
     yield "request pool", requests, DecodeStateReqToTokenPool if decodes_only else StateReqToTokenPool
     yield "state pool", getattr(requests, "mamba_pool", None), StateSlotPool
-    yield "KV pool", tokens, CacheKVPool
-    yield "paged pool", getattr(tokens, "full_kv_pool", None), CompressedKVPool
-    yield "allocator", runner.token_to_kv_pool_allocator, PagedTokenToKVPoolAllocator
+    yield "KV pool", runner.token_to_kv_pool, CacheKVPool
 
 
 def _prefix_cache(scheduler: Any) -> Expected:
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+    from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
+    from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
     from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
-    from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, SnapshotComponent
-    from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+    from dsv4_sglang.srt.prefix_cache.component import BlockComponent, SnapshotComponent
 
     args, tree = compat.flags(scheduler.server_args), scheduler.tree_cache
     if args.disable_radix_cache:
-        yield "tree", tree, compat.tree_without_prefix_cache()
         return
-    cache, component = PrefixCache, SnapshotComponent
-    if args.enable_hierarchical_cache:
-        from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
-        from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
-        from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostSnapshots
-        from dsv4_sglang.srt.host_cache.transfers import TransferController
-
-        cache, component = HostPrefixCache, HostSnapshotComponent
-        yield "host blocks", getattr(tree, "full_kv_pool_host", None), HostBlocks
-        yield "host snapshots", getattr(tree, "mamba_pool_host", None), HostSnapshots
-        yield "controller of copies to the host", getattr(tree, "cache_controller", None), TransferController
-    components = getattr(tree, "components", {})
-    requests = scheduler.tp_worker.model_runner.req_to_token_pool
-    yield "prefix cache", tree, cache
-    yield "snapshot slots", getattr(requests, "mamba_ckpt_pool", None), SnapshotSlots
+    components, host = getattr(tree, "components", {}), args.enable_hierarchical_cache
+    yield "prefix cache", tree, HostPrefixCache if host else PrefixCache
     yield "blocks of the tree", components.get(ComponentType.FULL), BlockComponent
-    yield "snapshots of the tree", components.get(ComponentType.MAMBA), component
-    yield "order of eviction", getattr(getattr(tree, "tree_core", None), "eviction_strategy", None), LeafOrder
+    yield (
+        "snapshots of the tree",
+        components.get(ComponentType.MAMBA),
+        HostSnapshotComponent if host else SnapshotComponent,
+    )
 
 
 def _model(scheduler: Any) -> Expected:
     """Yield the expected classes of the model and, with speculation, of its draft model."""
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
-    from dsv4_sglang.srt.attention.speculation import DraftBackends
+    from dsv4_sglang.srt.memory.pools import CacheKVPool
     from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
-    from dsv4_sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
-    from dsv4_sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
     from dsv4_sglang.srt.models.layers import CachedAttention
 
     served = scheduler.tp_worker.model_runner
     config = served.model_config.hf_config
     yield "attention backend", served.attn_backend, backend_class(config)
-    yield "model", served.model, DeepseekV4ForCausalLM
     for i, layer in enumerate(served.model.model.layers):
         yield f"attention of layer {i}", layer.self_attn, DeepseekV4ForCausalLM.layer_class(config).attention
     if scheduler.draft_worker is None:
         return
-    worker = scheduler.draft_worker.draft_worker
-    runner = worker.draft_runner
-    if runner.token_to_kv_pool is not served.token_to_kv_pool:
-        raise RuntimeError("dsv4_sglang cannot serve: the draft model has a KV pool of its own")
+    runner = scheduler.draft_worker.draft_worker.draft_runner
+    yield "KV pool of the draft model", runner.token_to_kv_pool, CacheKVPool
     yield "attention backend of the draft model", runner.attn_backend, HybridCacheBackend
     if scheduler.spec_algorithm.is_dspark():
-        yield "draft model", runner.model, DeepseekV4ForCausalLMDSpark
         for i, stage in enumerate(getattr(runner.model, "stages", ())):
             yield f"attention of stage {i}", stage.self_attn, CachedAttention
-        return
-    yield "draft model", runner.model, DeepseekV4ForCausalLMNextN
-    yield "attention of the draft model", getattr(runner.model.model.decoder, "self_attn", None), CachedAttention
-    if worker.draft_attn_backend is not None:
-        yield "attention backends of its steps", worker.draft_attn_backend, DraftBackends
+    else:
+        yield "attention of the draft model", runner.model.model.decoder.self_attn, CachedAttention

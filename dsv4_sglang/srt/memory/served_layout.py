@@ -37,7 +37,7 @@ def served_layout(
             and have window rings only.
 
     Raises:
-        ValueError: the dtype is not supported, or raw HCA state is combined with speculation.
+        LaunchError: the dtype is not supported.
     """
     device = torch.device(device)
     if isinstance(config, V41Config):
@@ -57,7 +57,7 @@ def served_layout(
         device,
         kv_format=rows,
         key_format=options.indexer_format,
-        hca_state=options.hca_state,
+        hca_state="online",
         draft_tokens=draft_tokens,
         sm100=sm100,
         draft_layers=draft_layers,
