@@ -32,7 +32,7 @@ def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def check_started(scheduler: Any) -> None:
-    """Raise RuntimeError, which stops the server, unless pools, tree, backend and attention are of this package.
+    """Raise RuntimeError, which stops the server, unless pools, tree, backend and model are of this package.
 
     A release of SGLang may have the function that a hook replaces, and no longer call it.
     """
@@ -88,19 +88,20 @@ def _model(scheduler: Any) -> Expected:
     """Yield the expected classes of the model and, with speculation, of its draft model."""
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
-    from dsv4_sglang.srt.memory.pools import CacheKVPool
     from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
     from dsv4_sglang.srt.models.layers import CachedAttention
 
     served = scheduler.tp_worker.model_runner
     config = served.model_config.hf_config
     yield "attention backend", served.attn_backend, backend_class(config)
+    yield "model", served.model, DeepseekV4ForCausalLM
     for i, layer in enumerate(served.model.model.layers):
         yield f"attention of layer {i}", layer.self_attn, DeepseekV4ForCausalLM.layer_class(config).attention
     if scheduler.draft_worker is None:
         return
     runner = scheduler.draft_worker.draft_worker.draft_runner
-    yield "KV pool of the draft model", runner.token_to_kv_pool, CacheKVPool
+    if runner.token_to_kv_pool is not served.token_to_kv_pool:
+        raise RuntimeError("dsv4_sglang cannot serve: the draft model has a KV pool of its own")
     yield "attention backend of the draft model", runner.attn_backend, HybridCacheBackend
     if scheduler.spec_algorithm.is_dspark():
         for i, stage in enumerate(getattr(runner.model, "stages", ())):
