@@ -64,14 +64,7 @@ class Cost:
         return max(0, int((memory - self.fixed) / self.token)) // BLOCK * BLOCK
 
 
-def ours(
-    config: DSV4Config,
-    requests: int,
-    snapshots: int,
-    kv_format: str = "fp8",
-    hca_state: str = "online",
-    drafts: int = 0,
-) -> Cost:
+def ours(config: DSV4Config, requests: int, snapshots: int, kv_format: str = "fp8", drafts: int = 0) -> Cost:
     """Return the cost of our cache. Fixed: the state slots, the snapshots, and the two blocks that serve no request.
 
     Args:
@@ -79,17 +72,10 @@ def ours(
         requests: running requests.
         snapshots: state snapshots.
         kv_format: "fp8" or "bf16".
-        hca_state: the server's option of that name.
         drafts: tokens of a verify step, 0 without speculation.
     """
-    layout = served_layout(
-        config,
-        ROWS[kv_format],
-        Options(hca_state=hca_state),
-        "cpu",
-        draft_tokens=drafts,
-        draft_layers=1 if drafts else 0,
-    )
+    draft_layers = 1 if drafts else 0
+    layout = served_layout(config, ROWS[kv_format], Options(), "cpu", draft_tokens=drafts, draft_layers=draft_layers)
     demand = StateDemand(requests, MAX_STAGING, snapshots)
     return Cost(layout.token_bytes, demand.bytes(layout) + 2 * layout.block_bytes)
 
@@ -145,8 +131,6 @@ def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int)
             rows["in-tree, most tokens (0.01, online)"] = sizes(swa_full_tokens_ratio=0.01)
     ours_of = partial(ours, DSV4Config.from_hf(json.loads(config_json)), requests, snapshots, drafts=drafts)
     costs = {"ours": ours_of(), "ours, bf16 rows": ours_of(kv_format="bf16")}
-    if not drafts:
-        costs["ours, raw HCA state"] = ours_of(hca_state="raw")
     for name, cost in costs.items():
         rows[name] = {
             "B a token": cost.token,
