@@ -170,8 +170,8 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((OPTIONS, "{"), f"{OPTIONS} '{{' is not JSON: "),
         ((OPTIONS, '{"dsv4_sgalng": {}}'), f'"dsv4_sgalng" in {OPTIONS} is not a known key; '),
         (
-            (OPTIONS, '{"dsv4_sglang": {"hca_stat": 1}}'),
-            'unknown dsv4_sglang option "hca_stat"; did you mean hca_state? valid ',
+            (OPTIONS, '{"dsv4_sglang": {"indexer_formt": 1}}'),
+            'unknown dsv4_sglang option "indexer_formt"; did you mean indexer_format? valid ',
         ),
         (("--model-path", "/nowhere/model"), "--model-path /nowhere/model: no such folder; give "),
         (("--port", "70000"), "--port 70000: expected a number from 1 to 65535"),
