@@ -317,21 +317,6 @@ def test_the_parts_are_the_memory_of_a_gpu(gpu: str, drafts: int) -> None:
     assert 0 <= 0.85 - fraction < 3 * made.layout.block_bytes / within
 
 
-def test_more_holds_more() -> None:
-    def tokens(**values: object) -> int:
-        return plan(choice(**values)).total_tokens  # type: ignore[arg-type]
-
-    assert tokens() < tokens(count=4)
-    assert tokens() < tokens(gpu="b200")
-    assert tokens() < tokens(mem_fraction=0.9)
-    assert tokens(running=512) < tokens()
-    assert tokens(kv_cache_dtype="bfloat16") < tokens()
-    assert tokens(draft_tokens=8) < tokens(draft_tokens=4) < tokens()
-    assert tokens(options=Options(max_snapshots=5000)) < tokens()
-    assert tokens(count=4, tp=2) == 2 * tokens(), "two servers"
-    assert plan(choice(PRO, count=8)).total_tokens < plan(choice(count=8)).total_tokens
-
-
 def test_replicas_of_dp_attention_have_a_cache_each() -> None:
     """A replica is sized as a server of its own, with its share of requests and step tokens, and more weights."""
     made, plain = plan(choice(count=8, dp=4)), plan(choice(count=8))
@@ -341,6 +326,14 @@ def test_replicas_of_dp_attention_have_a_cache_each() -> None:
     grown = {name for name in made.weights if made.weights[name] > plain.weights[name]}
     assert grown == {"attention", "embedding, head"}, "experts are split over all"
     assert all(made.weights[name] == plain.weights[name] for name in set(plain.weights) - grown)
+    assert plan(choice(count=4, tp=2)).total_tokens == 2 * plan(choice()).total_tokens, "two servers"
+
+
+def test_what_takes_room() -> None:
+    """Other tests compare the default with measurements."""
+    most = plan(choice()).tokens
+    for less in ({"kv_cache_dtype": "bfloat16"}, {"draft_tokens": 4}, {"options": Options(max_snapshots=5000)}):
+        assert plan(choice(**less)).tokens < most, less
 
 
 def test_blocks_of_another_gpu_are_padded_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
