@@ -396,9 +396,8 @@ hooks.hooks_of = broken
 sglang_contract.FLAGS_READ += ("renamed_flag",)
 compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
-for check in (doctor.hooks, doctor.flags, doctor.server_classes):
-    for finding in check(launch_command.has_gpu()):
-        print(finding.state, finding.what, finding.found)
+for finding in doctor.sglang_contract(launch_command.has_gpu()):
+    print(finding.state, finding.what, finding.found)
 """
 
 
