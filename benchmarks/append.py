@@ -10,8 +10,8 @@ compressed entries and index keys. Loads of decode:
 - "csa+hca": all requests complete a window of 4 and one of 128 tokens,
 - "none": no request completes a window.
 
-Times are medians. "cold" flushes the L2 cache before each step. The floor is the larger of bytes / copy rate and
-launches x time of an empty launch. Bytes come from `benchmarks.traffic`, the rates from the ceilings of the same run.
+Times are medians. The floor is the larger of bytes / copy rate and launches x time of an empty launch. Bytes come from
+`benchmarks.traffic`, the rates from the ceilings of the same run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ CONTEXT = 4096
 BATCHES = (1, 16, 64, 256)
 PREFILLS = ((1, 8192), (8, 2048))
 MODELS = {"flash": DSV4Config.flash, "pro": DSV4Config.pro}
-# Name: (class, HCA state kept online, formats for the byte count). "ours" and "in-tree" are the defaults of both sides.
-SUBJECTS: dict[str, tuple[type[Ours] | type[InTree], bool, Formats]] = {
-    "ours": (Ours, True, traffic.OURS_ONLINE),
-    "ours raw": (Ours, False, traffic.OURS_RAW),
-    "in-tree": (InTree, False, traffic.IN_TREE),
-    "in-tree online": (InTree, True, traffic.IN_TREE_ONLINE),
+# Class, and formats for the byte count, of both sides with their defaults.
+SUBJECTS: dict[str, tuple[type[Ours] | type[InTree], Formats]] = {
+    "ours": (Ours, traffic.OURS),
+    "in-tree": (InTree, traffic.IN_TREE),
 }
 
 
@@ -73,13 +71,6 @@ class Bench:
         config = MODELS[model]()
         return first_layers(config, 4) if self.args.dry_run else config
 
-    def floor(self, bytes_moved: float, launches: int) -> dict[str, float]:
-        return {
-            "MB": bytes_moved / 1e6,
-            "launches": launches,
-            "floor us": timing.floor_us(bytes_moved, launches, self.copy_gbs, self.launch_us),
-        }
-
     def decode(self, model: str, subject: str, batch: int) -> Iterator[dict[str, Any]]:
         """Yield the times of a decode step, one row per load.
 
@@ -88,22 +79,20 @@ class Bench:
             subject: key of SUBJECTS.
             batch: number of requests.
         """
-        kind, online, formats = SUBJECTS[subject]
+        kind, formats = SUBJECTS[subject]
         config = self.config(model)
-        step = kind(config, batch, self.context, self.device, hca_online=online)
+        step = kind(config, batch, self.context, self.device)
         step.set_lengths(loads.csa_entry(batch, self.context).prefix_lens)
         recorded = timing.Recorded(step.step, self.device)
         for name, drawn in decode_loads(batch, self.context).items():
-            warm, cold, moved, weights = [], [], 0.0, [load.weight for load in drawn]
+            times, moved, weights = [], 0.0, [load.weight for load in drawn]
             for load in drawn:
                 step.set_lengths(load.prefix_lens)
-                warm.append(recorded.time(self.samples))
-                cold.append(recorded.time_cold(max(5, self.samples // 2)))
+                times.append(recorded.time(self.samples))
                 moved += traffic.decode_bytes(config, load, formats) * load.weight / sum(weights)
-            us = timing.weighted(warm, weights)
+            us = timing.weighted(times, weights)
             row = {"model": model, "work": f"decode x {batch}", "load": name, "subject": subject, "us": us}
-            row |= {"cold us": timing.weighted(cold, weights), "low": warm[0].low, "high": warm[0].high}
-            yield row | self._rates(us, moved, step.launches)
+            yield row | {"low": times[0].low, "high": times[0].high} | self._rates(us, moved, step.launches)
 
     def prefill(self, model: str, subject: str, batch: int, chunk: int) -> Iterator[dict[str, Any]]:
         """Yield the time of a prefill step.
@@ -114,20 +103,18 @@ class Bench:
             batch: number of requests.
             chunk: tokens of each request.
         """
-        kind, online, formats = SUBJECTS[subject]
+        kind, formats = SUBJECTS[subject]
         config = self.config(model)
-        step = kind(config, batch, chunk, self.device, chunk=chunk, hca_online=online)
+        step = kind(config, batch, chunk, self.device, chunk=chunk)
         time = timing.Recorded(step.step, self.device).time(max(5, self.samples // 3))
         moved = traffic.prefill_bytes(config, [chunk] * batch, formats)
         row = {"model": model, "work": f"prefill {batch} x {chunk}", "load": "new", "subject": subject, "us": time.us}
         yield row | {"low": time.low, "high": time.high} | self._rates(time.us, moved, step.launches)
 
     def _rates(self, us: float, moved: float, launches: int) -> dict[str, float]:
-        floor = self.floor(moved, launches)
-        rate = moved / us / 1e3
-        share = 100 * rate / self.copy_gbs if self.copy_gbs else 0.0
-        times_floor = us / floor["floor us"] if floor["floor us"] else 0.0
-        return floor | {"GB/s": rate, "% of copy": share, "x floor": times_floor}
+        floor, rate = timing.floor_us(moved, launches, self.copy_gbs, self.launch_us), moved / us / 1e3
+        row = {"MB": moved / 1e6, "launches": launches, "floor us": floor, "x floor": us / floor}
+        return row | {"GB/s": rate, "% of copy": 100 * rate / self.copy_gbs}
 
     def agreement(self) -> Iterator[dict[str, Any]]:
         """Check that both sides store the same values, up to rounding, for the same prompts.
@@ -143,7 +130,7 @@ class Bench:
         inputs: list[Inputs] = [
             random_inputs(config.ratio(layer), chunk * batch, self.device, generator) for layer in range(4)
         ]
-        ours = Ours(config, batch, chunk, self.device, chunk=chunk, hca_online=False, inputs=inputs)
+        ours = Ours(config, batch, chunk, self.device, chunk=chunk, inputs=inputs)
         theirs = InTree(config, batch, chunk, self.device, chunk=chunk, inputs=inputs)
         ours.step(), theirs.step()
         last = torch.arange(chunk - 128, chunk, device=self.device)
@@ -183,11 +170,11 @@ class Bench:
 def wanted_parts(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench], Iterator[dict[str, Any]]]]]:
     """Yield (name, function of the bench) in execution order: ours and in-tree of one size follow each other."""
     models = ["flash"] if args.quick or args.dry_run else list(MODELS)
-    subjects = ["ours", "in-tree"] if args.quick else list(SUBJECTS)
+    subjects = ["ours"] if args.dry_run else list(SUBJECTS)
     batches = (1, 256) if args.quick else BATCHES
     prefills = PREFILLS[:1] if args.quick else PREFILLS
     if args.dry_run:
-        subjects, batches, prefills = ["ours", "ours raw"], (2,), ((2, 131),)
+        batches, prefills = (2,), ((2, 131),)
     for model in models:
         for batch in batches:
             for subject in subjects:
@@ -225,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.launch_us = result.data["facts"].get("empty_launch_us", 0.0)
     if not args.dry_run:
         result.part("load ours", partial(ops_for, bench.device), setup=True)
-        result.part("compile in-tree", lambda: compile_kernels(online=not args.quick), setup=True)
+        result.part("compile in-tree", compile_kernels, setup=True)
         result.part("agreement", bench.agreement)
     for name, function in wanted_parts(args):
         result.part(name, partial(function, bench))

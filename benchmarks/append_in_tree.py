@@ -8,7 +8,7 @@ Kernels of a layer:
 
 Decode thus launches 5 kernels on a CSA layer, 3 on an HCA layer and 1 on an SWA layer. Pages, rings of compressor
 states and plans are those of SGLang's pools: pages of 256 tokens, window pages of 128 tokens, a ring of 8 rows per
-window page for CSA, and a ring of 128 rows per request for HCA (one row with SGLANG_OPT_USE_ONLINE_COMPRESS).
+window page for CSA, and a ring of 128 rows per request for HCA.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def window_page_slots(positions: Tensor, pages: int) -> Tensor:
     return positions // WINDOW_PAGE % pages * WINDOW_PAGE + positions % WINDOW_PAGE
 
 
-def compile_kernels(online: bool) -> None:
+def compile_kernels() -> None:
     """Build all kernels in parallel. Built on first use, each would wait for its own compiler."""
     from sglang.kernels.ops.attention.dsv4 import compress, elementwise
 
@@ -56,8 +56,6 @@ def compile_kernels(online: bool) -> None:
         lambda: compress._jit_compress_norm_rope_module(fp32, 512, 64, PAGE // 128),
         compress._jit_compress_plan_module,
     ]
-    if online:
-        jobs.append(lambda: compress._jit_compress_128_online_module(512))
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
         for job in [pool.submit(job) for job in jobs]:
             job.result()
@@ -86,7 +84,6 @@ class InTree:
         device: torch.device,
         *,
         chunk: int = 0,
-        hca_online: bool = False,
         inputs: list[Inputs] | None = None,
     ) -> None:
         from sglang.kernels.ops.attention.dsv4 import (
@@ -102,7 +99,6 @@ class InTree:
         )
         generator = torch.Generator(device=device).manual_seed(7)
         self.config, self.batch, self.chunk, self.device = config, batch, chunk, device
-        self.hca_online = hca_online
         tokens = batch * max(chunk, 1)
         pages = math.ceil(context / PAGE)
         self.context = pages * PAGE
@@ -145,8 +141,7 @@ class InTree:
             layer.index_state = torch.randn(rows, 4, 4 * 128, device=self.device)
             layer.entries, layer.keys = raw(pages, page_bytes(PAGE // 4)), raw(pages, PAGE // 4 * KEY_BYTES)
         elif inputs.ratio == HCA_RATIO:
-            shape = (self.batch + 2, 1, 3 * 512) if self.hca_online else (self.batch + 2, HCA_RATIO, 2 * 512)
-            layer.state = torch.rand(shape, device=self.device) + 0.5
+            layer.state = torch.rand(self.batch + 2, HCA_RATIO, 2 * 512, device=self.device) + 0.5
             layer.entries = raw(pages, page_bytes(PAGE // HCA_RATIO))
         if inputs.ape is not None:
             layer.bias = bias_rows(inputs.ape, 512)
@@ -180,22 +175,18 @@ class InTree:
     def _plan(self, ratio: int, prefix_lens: Tensor) -> Any:
         from sglang.kernels.ops.attention.dsv4.compress import CompressorDecodePlan, CompressorPrefillPlan
 
-        online = self.hca_online and ratio == HCA_RATIO
         lens = prefix_lens + max(self.chunk, 1)
-        where: dict[str, Any] = {"req_pool_indices": self.requests, "req_to_token": self.req_to_token}
-        if not online:
-            ring = CSA_RING if ratio == CSA_RATIO else HCA_RATIO
-            where |= {
-                "compress_ratio": ratio,
-                "full_to_state": self.full_to_swa,
-                "swa_page_size": WINDOW_PAGE,
-                "ring_size": ring,
-            }
+        where: dict[str, Any] = {
+            "req_pool_indices": self.requests,
+            "req_to_token": self.req_to_token,
+            "compress_ratio": ratio,
+            "full_to_state": self.full_to_swa,
+            "swa_page_size": WINDOW_PAGE,
+            "ring_size": CSA_RING if ratio == CSA_RATIO else HCA_RATIO,
+        }
         if not self.chunk:
-            make = CompressorDecodePlan.generate_online if online else CompressorDecodePlan.generate
-            return make(seq_lens=lens.to(self.device), **where)
-        prefill = CompressorPrefillPlan.generate_online if online else CompressorPrefillPlan.generate
-        return prefill(
+            return CompressorDecodePlan.generate(seq_lens=lens.to(self.device), **where)
+        return CompressorPrefillPlan.generate(
             seq_lens=lens,
             extend_lens=torch.full_like(lens, self.chunk),
             num_q_tokens=self.batch * self.chunk,
@@ -244,7 +235,7 @@ class InTree:
             plan=plan,
             compress_ratio=ratio,
             head_dim=dim,
-            is_online=self.hca_online and ratio == HCA_RATIO,
+            is_online=False,
         )
         self._store_entry(
             pooled,

@@ -89,7 +89,6 @@ class Ours:
         device: torch.device,
         *,
         chunk: int = 0,
-        hca_online: bool = True,
         inputs: list[Inputs] | None = None,
     ) -> None:
         generator = torch.Generator(device=device).manual_seed(7)
@@ -115,10 +114,10 @@ class Ours:
         for index in range(config.num_hidden_layers):
             ratio = config.ratio(index)
             given = inputs[index] if inputs else random_inputs(ratio, tokens, device, generator)
-            self.layers.append(self._layer(ratio, given, blocks, hca_online))
+            self.layers.append(self._layer(ratio, given, blocks))
         self.set_lengths(torch.zeros(batch, dtype=torch.int64))
 
-    def _layer(self, ratio: int, inputs: Inputs, blocks: int, hca_online: bool) -> _Layer:
+    def _layer(self, ratio: int, inputs: Inputs, blocks: int) -> _Layer:
         ring = make_kv_buffers(1, self.batch + 1, BLOCK, KVFormat.FP8, self.device)[0]
         layer = _Layer(inputs, ring, None, None, None)
         if ratio == CSA_RATIO:
@@ -126,9 +125,7 @@ class Ours:
             layer.entries = make_kv_buffers(1, blocks, BLOCK // CSA_RATIO, KVFormat.FP8, self.device)[0]
             layer.keys = make_key_table(blocks, BLOCK // CSA_RATIO, KeyFormat.MXFP4, self.device)
         elif ratio == HCA_RATIO:
-            layer.compressor_state = (
-                torch.rand(self.batch + 1, 3 if hca_online else 2 * HCA_RATIO, 512, device=self.device) + 0.5
-            )
+            layer.compressor_state = torch.rand(self.batch + 1, 3, 512, device=self.device) + 0.5
             layer.entries = make_kv_buffers(1, 1, blocks, KVFormat.FP8, self.device)[0]
         return layer
 

@@ -6,8 +6,7 @@ A CUDA graph holds all layers of one kind (CSA or HCA) of a decode step, or four
 has its own KV buffers and queries with random values. Times are per layer, so a layer bears its share of the work that
 is done once a step. Subjects:
 
-- "flashmla": FlashMLA alone on our buffers. Decode uses a schedule computed in advance; prefill uses the sparse kernel
-  on entries that are bf16 already.
+- "flashmla": FlashMLA alone on our buffers, in decode only, with a schedule computed in advance.
 - "ours": our attention kernel through FlashMLA, with its schedule once a step and the inverse RoPE of the output. In
   prefill it also expands the entries to bf16 and builds the index lists.
 - "ours rotated": the same without the inverse RoPE. Served layers with an FP8 output projection use this, because the
@@ -236,8 +235,6 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
         return partial(each, triton_attend.attend)
     rotated = subject == "ours rotated"
     if subject == "flashmla":
-        if case.chunk:
-            return direct_prefill(case, shared.q, shared.sink, lists)
         return direct(shared.q, shared.sink, window, lists, entries)
     if case.chunk:
         return partial(each, partial(prefill_kernel(case, rows, device).attend, output_is_rotated=rotated))
@@ -280,57 +277,6 @@ def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKern
     if not kernel.begin_step(step, [case.context]):
         raise RuntimeError(f"{case.name}: expected a step that the prefill attention kernel takes")
     return kernel
-
-
-def joined_lists(case: Case, lists: Lists, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Join each token's compressed entries and window entries into one list, padded with -1.
-
-    In the joined KV buffer the compressed entries follow the window entries.
-
-    Args:
-        case: the step.
-        lists: lists of the step.
-        entries: one layer's list of compressed entries, [tokens, width] int32.
-
-    Returns:
-        The lists [tokens, a multiple of 128] int32 and their lengths [tokens] int32.
-    """
-    width = math.ceil((case.width + 128) / 128) * 128
-    column = torch.arange(width, device=entries.device)[None, :]
-    seen, total = lists.entry_lens[:, None], (lists.entry_lens + lists.window_lens)[:, None]
-    entry = entries.gather(1, column.clamp(max=case.width - 1).expand(case.tokens, -1)) + case.chunk + 128
-    window = lists.window.gather(1, (column - seen).clamp(0, 127).long())
-    joined = torch.where(column < seen, entry, torch.where(column < total, window, -1))
-    return joined.int(), total.squeeze(1).int()
-
-
-def direct_prefill(case: Case, q: list[Tensor], sink: Tensor, lists: Lists) -> Callable[[], None]:
-    """Return a function that runs FlashMLA's sparse prefill kernel alone, on one buffer of bf16 entries.
-
-    Args:
-        case: the step.
-        q: queries [tokens, heads, 512] of each layer.
-        sink: fp32 [heads].
-        lists: lists of the step.
-    """
-    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
-
-    table = torch.randn(case.chunk + 128 + max(case.context // case.ratio, 64), 1, DIM, device=sink.device).bfloat16()
-    joined = [joined_lists(case, lists, entries) for entries in lists.entries]
-
-    def step() -> None:
-        for query, (indices, lens) in zip(q, joined):
-            flash_mla_sparse_fwd(
-                q=query,
-                kv=table,
-                indices=indices.unsqueeze(1),
-                sm_scale=SCALE,
-                d_v=DIM,
-                attn_sink=sink,
-                topk_length=lens,
-            )
-
-    return step
 
 
 def direct(
@@ -558,9 +504,7 @@ def measure(case: Case, subject: str, device: torch.device, facts: dict[str, flo
     """
     layers = 2 if device.type == "cpu" else case.layers
     step = in_tree_subject(case, device, layers) if subject == "in-tree" else our_subject(case, subject, device, layers)
-    recorded = timing.Recorded(step, device)
-    time = recorded.time(samples, divide=layers)
-    cold = recorded.time_cold(max(5, samples // 3), divide=layers)
+    time = timing.Recorded(step, device).time(samples, divide=layers)
     floor = max(
         timing.floor_us(case.bytes_moved(), 1, facts.get("copy_gbs") or 1.0, facts.get("empty_launch_us", 0.0)),
         case.products() / (facts.get("bf16_tflops") or 1.0) / 1e6,
@@ -570,7 +514,6 @@ def measure(case: Case, subject: str, device: torch.device, facts: dict[str, flo
         "subject": subject,
         "layers": layers,
         "us": time.us,
-        "cold us": cold.us,
         "low": time.low,
         "high": time.high,
     }
@@ -607,7 +550,7 @@ def main(argv: list[str] | None = None) -> int:
     result.part("load ours", partial(ops_for, device), setup=True)
     subjects = ("ours",) if args.dry_run else SUBJECTS
     for case in cases(args):
-        for subject in subjects:
+        for subject in subjects[1:] if case.chunk and not args.dry_run else subjects:
             result.part(f"{case.name}/{subject}", partial(measure, case, subject, device, facts, samples))
     ratios = [f"{subject} / flashmla" for subject in SUBJECTS[1:]]
     columns = ["case", *subjects, *(ratios if len(subjects) > 1 else []), "floor us"]

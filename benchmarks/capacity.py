@@ -5,7 +5,7 @@
 Ours is what the server computes at start-up (`dsv4_sglang.srt.memory.sizing`): one state slot per running request, the
 staging slots of a prefill step, the snapshots, and blocks in the remaining memory. SGLang's is the result of the
 installed release's own pool configurator, called with flags that a user can set
-(`dsv4_sglang.planner.in_tree_capacity`). No GPU is needed.
+(`dsv4_sglang.planner.ask_sglang`). No GPU is needed.
 
 `--swa-full-tokens-ratio` is the number of window entries that SGLang keeps per token:
 
@@ -34,8 +34,8 @@ import torch
 from benchmarks import report
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.planner import models as planner
-from dsv4_sglang.planner.in_tree_capacity import in_tree_capacity
+from dsv4_sglang.planner.ask_sglang import in_tree_capacity
+from dsv4_sglang.planner.models import CONFIGS as RELEASED
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
@@ -43,8 +43,8 @@ from dsv4_sglang.srt.memory.sizing import MAX_STAGING, StateDemand
 
 GIB = 1 << 30
 CONFIGS = {
-    "flash": planner.CONFIGS / "DeepSeek-V4-Flash.json",
-    "pro": planner.CONFIGS / "DeepSeek-V4-Pro.json",
+    "flash": RELEASED / "DeepSeek-V4-Flash.json",
+    "pro": RELEASED / "DeepSeek-V4-Pro.json",
 }
 # Tokens of a verify step with EAGLE 3/1/4.
 DRAFTS = 4
@@ -64,13 +64,7 @@ class Cost:
         return max(0, int((memory - self.fixed) / self.token)) // BLOCK * BLOCK
 
 
-def ours(
-    config: DSV4Config,
-    requests: int,
-    snapshots: int,
-    kv_format: str = "fp8",
-    drafts: int = 0,
-) -> Cost:
+def ours(config: DSV4Config, requests: int, snapshots: int, kv_format: str = "fp8", drafts: int = 0) -> Cost:
     """Return the cost of our cache. Fixed: the state slots, the snapshots, and the two blocks that serve no request.
 
     Args:
@@ -80,14 +74,8 @@ def ours(
         kv_format: "fp8" or "bf16".
         drafts: tokens of a verify step, 0 without speculation.
     """
-    layout = served_layout(
-        config,
-        ROWS[kv_format],
-        Options(),
-        "cpu",
-        draft_tokens=drafts,
-        draft_layers=1 if drafts else 0,
-    )
+    draft_layers = 1 if drafts else 0
+    layout = served_layout(config, ROWS[kv_format], Options(), "cpu", draft_tokens=drafts, draft_layers=draft_layers)
     demand = StateDemand(requests, MAX_STAGING, snapshots)
     return Cost(layout.token_bytes, demand.bytes(layout) + 2 * layout.block_bytes)
 

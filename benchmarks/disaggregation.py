@@ -1,12 +1,11 @@
 """Compare prefill-decode disaggregation on two GPUs with one server on both, under the same load.
 
-    python -m benchmarks.disaggregation [--sides apart,tp,dp] [--rate 4] [--out DIR]
+    python -m benchmarks.disaggregation [--rate 4] [--out DIR]
 
 Sides (flashshape, dummy weights, FP8 entries):
 
 - apart: prefill on GPU 0 and decode on GPU 1, connected by NIXL,
-- tp: one server with --tp-size 2, which uses both GPUs in every step,
-- dp: the same with two ranks of DP attention, each with its own cache and requests.
+- tp: one server with --tp-size 2, which uses both GPUs in every step.
 
 All servers start together; the others stay idle while one side is measured.
 
@@ -41,11 +40,7 @@ from benchmarks.environment import ROOT
 from benchmarks.servers import Server
 from dsv4_sglang.cli.client import samples
 
-SIDES: dict[str, tuple[str, ...]] = {
-    "apart": (),
-    "tp": ("--tp-size", "2"),
-    "dp": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
-}
+SIDES = ("apart", "tp")
 TRANSFERS = "sglang:kv_transfer_"
 TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
@@ -210,7 +205,7 @@ class Bench:
     def side(self, name: str, bootstrap: int) -> Side:
         """Return the servers of one side. A prefill and decode pair connects through the port `bootstrap`."""
         if name != "apart":
-            return Side(name, self.server(name, *(() if self.args.dry_run else SIDES[name])))
+            return Side(name, self.server(name, *(() if self.args.dry_run else ("--tp-size", "2"))))
         backend = "mooncake_tcp" if self.args.dry_run else "nixl"
         decode = () if self.args.dry_run else ("--base-gpu-id", "1")
         shared = "--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(bootstrap)
@@ -297,23 +292,19 @@ class Bench:
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--sides", default="apart,tp", help="sides to measure, in this order (%(default)s)")
     options.add_argument("--streams", type=int, default=32, help="requests that decode (%(default)s)")
     options.add_argument("--rate", type=float, default=4, help="disturbing prompts per second (%(default)s)")
     options.add_argument("--flags", default="", help="more flags for all servers")
     options.add_argument("--start-timeout", type=float, default=240, help="seconds to start (%(default)s)")
     args = options.parse_args(argv)
-    names = args.sides.split(",")
-    if unknown := set(names) - set(SIDES):
-        options.error(f"--sides {min(unknown)}: expected some of {', '.join(SIDES)}")
     if args.dry_run:
         args.streams = min(args.streams, 2)
     bench = Bench(args)
-    settings = {"flags": bench.flags(), "sides": {name: SIDES[name] for name in names}}
-    result = report.Report("apart", args, settings | {"streams": args.streams, "rate": args.rate})
+    settings = {"flags": bench.flags(), "streams": args.streams, "rate": args.rate}
+    result = report.Report("apart", args, settings)
     with ExitStack() as stack:
         sides, bootstrap = [], stack.enter_context(ports.reserved())
-        for name in names:
+        for name in SIDES:
             sides.append(side := bench.side(name, bootstrap))
             for server in filter(None, (side.prefill, side.server)):
                 stack.callback(server.stop)

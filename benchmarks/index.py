@@ -273,10 +273,8 @@ def measure(
     moved = load.requests * load.keys * KEY_BYTES[subject]
     floor = load.floor_us(KEY_BYTES[subject], facts)
     for stage, step in build(load, top_k, device, layers).items():
-        recorded = timing.Recorded(step, device)
-        time = recorded.time(samples, divide=layers)
+        time = timing.Recorded(step, device).time(samples, divide=layers)
         row = {"case": f"{load}, top {top_k}", "subject": subject, "stage": stage, "us": time.us}
-        row |= {"cold us": recorded.time_cold(max(5, samples // 3), divide=layers).us}
         row |= {"low": time.low, "high": time.high, "floor us": floor, "GB/s": moved / time.us / 1e3}
         yield row
 
@@ -290,9 +288,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         stage = "" if row["stage"] == "all" else f" {row['stage']}"
         line[row["subject"] + stage] = row["us"]
         if row["subject"] == "ours" and not stage:
-            line |= {"floor us": row["floor us"], "ours cold": row["cold us"]}
-        elif not stage:
-            line["in-tree cold"] = row["cold us"]
+            line["floor us"] = row["floor us"]
     for line in lines.values():
         if line.get("ours") and line.get("in-tree"):
             line["ours / in-tree"] = line["ours"] / line["in-tree"]
@@ -317,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
                 work = partial(measure, subject, build, load, top_k, device, facts, samples)
                 result.part(f"{load}/top{top_k}/{label}", work)
     stages = [f"{subject} {stage}" for subject in ("ours", "in-tree") for stage in ("query", "score", "select")]
-    columns = ["case", "ours", "in-tree", "ours / in-tree", "ours cold", "in-tree cold", *stages, "floor us"]
+    columns = ["case", "ours", "in-tree", "ours / in-tree", *stages, "floor us"]
     lines = compare(result.rows)
     result.table("index, us per layer", [c for c in columns if any(c in line for line in lines)], lines)
     return result.close()

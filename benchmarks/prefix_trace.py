@@ -3,7 +3,6 @@
     python -m benchmarks.prefix_trace trace --active 30 120 --visits 12 5 --url http://127.0.0.1:30000
     python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens that alternate
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
-    python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
     python -m benchmarks.prefix_trace sweep                # hits and seconds per turn, 1 to 132 conversations of 10,000
 
 `--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape (dummy weights) with `--flags
@@ -42,14 +41,12 @@ from typing import Any
 from benchmarks import servers
 from benchmarks.agent_trace import Turn, growing, load
 from benchmarks.environment import ROOT, environment
-from benchmarks.replay import TIERS, Client, Replay, Served, compare_with_cold
+from benchmarks.replay import TIERS, Client, Replay, Served
 
 # Tokens of a later visit.
 NEW_TOKENS = {"append": 200, "generate": 16}
 MODEL = ROOT / "benchmarks" / "configs" / "flashshape"
 START_SECONDS = 240
-# A working set fits if it hits at least this share of an infinite cache's hits.
-ENOUGH = 0.98
 NOT_OF_THE_LOAD = ("output", "url", "scenario", "serve", "flags", "log")
 # (name, tokens in live conversations, figures)
 Parts = Iterator[tuple[str, int, dict[str, Any]]]
@@ -86,10 +83,7 @@ def run_trace(replay: Replay, args: argparse.Namespace) -> Parts:
         lengths = args.shortest, args.longest
         turns = load(active, visits, seed=args.seed, tokens=lengths, generate=(8, args.generate))
         replay.restart()
-        row = summary(replay.run(turns))
-        if args.check:
-            row["against_cold"] = vars(compare_with_cold(replay.client, replay.samples, args.check))
-        yield f"{active} conversations", live_tokens(turns, active), row
+        yield f"{active} conversations", live_tokens(turns, active), summary(replay.run(turns))
 
 
 def live_tokens(turns: Sequence[Turn], active: int) -> int:
@@ -123,14 +117,6 @@ def run_growing(replay: Replay, tokens: int, steps: Sequence[int]) -> Parts:
             yield f"{len(turns)} conversations", sum(turn.end for turn in turns), summary(served)
 
 
-def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
-    """Try the sizes of `--steps` until less than 98 % hits."""
-    for part, tokens, row in run_growing(replay, args.tokens, args.steps):
-        yield part, tokens, row
-        if row["hit_of_ideal"] < ENOUGH:
-            break
-
-
 def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
     """Try all sizes of `--steps`: 0.16, 0.3, 0.5, 1, 2, 4, 8, 12 and 21 times a device cache of 65,536 tokens.
 
@@ -162,13 +148,11 @@ SCENARIOS = {
     "trace": run_trace,
     "alternate": run_rounds,
     "revisit": run_rounds,
-    "working-set": run_working_set,
     "sweep": run_sweep,
 }
 DEFAULTS = {
     "alternate": {"conversations": 2, "tokens": 400_000, "concurrency": 1},
     "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
-    "working-set": {"tokens": 20_000, "concurrency": 8, "steps": list(range(100, 1001, 50))},
     "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [1, 2, 3, 6, 13, 25, 50, 75, 132]},
     "trace": {"concurrency": 16},
 }
@@ -196,8 +180,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shortest", type=int, default=2_000, help="final length of the shortest conversation (trace)")
     p.add_argument("--longest", type=int, default=200_000)
     p.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
-    p.add_argument("--check", type=int, default=8, help="answers to compare with cold runs (trace); 0: none")
-    p.add_argument("--steps", type=int, nargs="+", help="ascending numbers of conversations (working-set, sweep)")
+    p.add_argument("--steps", type=int, nargs="+", help="ascending numbers of conversations (sweep)")
     p.add_argument("--output", type=Path, help="append the results to this JSON-lines file")
     return p
 
@@ -227,13 +210,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             setattr(args, name, value)
     if args.steps and (args.steps[0] < 1 or any(a >= b for a, b in pairwise(args.steps))):
         parser().error(f"--steps is {args.steps}; expected numbers of conversations in strictly ascending order")
-    # A large share, so that a short trace also has enough samples for --check.
-    sample = 0.1 if args.scenario == "trace" and args.check else 0.0
     with serving(args) as (url, sizes):
         client = Client(url)
         if args.serve:
             warm_up(client, args.vocab)
-        replay = Replay(client, concurrency=args.concurrency, vocab=args.vocab, seed=args.seed, sample=sample)
+        replay = Replay(client, concurrency=args.concurrency, vocab=args.vocab, seed=args.seed)
         replay.restart()
         common = {
             "scenario": args.scenario,

@@ -1,17 +1,17 @@
-"""Summarise the GPU kernels of a step from traces of torch's profiler, for one step or two side by side.
+"""Profile a running server with SGLang's own profiler, and summarise the GPU kernels of a step.
 
-    python -m benchmarks.profile_steps TRACE [TRACE] [--whole] [--out DIR]
-    python -m benchmarks.profile_steps OUT/serve.json [OTHER/serve.json] [--out DIR]
+    python -m benchmarks.serve --measure profile
+    python -m benchmarks.profile_steps OUT/serve.json
 
-TRACE is a chrome trace (.json or .json.gz) of a server's decode steps, ours first, theirs second. --whole treats the
-trace as one step, for a prefill. A serve.json has the summaries that `benchmarks.serve --measure profile` made of its
-traces. One file with both servers compares these; two files compare ours of the first with theirs of the second.
-Writes profile_steps.json and profile_steps.md.
+The second command prints the kernels of each profiled step, ours beside SGLang's.
 
 A step begins with a replay of the decode step's CUDA graph and ends where the next step begins, so kernels between two
 replays belong to the earlier step. The kernels of a replay share the correlation id of its cudaGraphLaunch. In a trace
-without these ids, a replay begins where a graph node repeats. The table shows the step of median length. The profiler
-makes steps longer, so compare profiled steps with each other only.
+without these ids, a replay begins where a graph node repeats. A summary is that of the step of median length. The
+profiler makes steps longer, so compare profiled steps with each other only.
+
+The profiler's mode by stage is not used: ranks synchronise at the end of a stage, which a rank without requests never
+reaches.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ import gzip
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import servers
+from benchmarks.servers import Server
+
 MEASURE = "GPU step us (profiled)"
+# Decode steps of a profile. The first and the last are incomplete.
+STEPS = 10
+RUNNING_SECONDS = 120.0
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = re.compile(r"graph_?launch", re.IGNORECASE)
-TOTALS = ("period_us", "wall_us", "kernel_us", "busy_us", "idle_us", "overlap_us")
-TOTAL_NAMES = {
-    "period_us": "from the step's begin to the next step's",
-    "wall_us": "first kernel's begin to last kernel's end",
-    "kernel_us": "sum of the kernels' times",
-    "busy_us": "time in which any kernel runs",
-    "idle_us": "time between kernels",
-    "overlap_us": "time of kernels that overlap a kernel of another stream",
-}
 
 GENERIC = re.compile(r"^(device_kernel|[Kk]ernel\d?|\w*elementwise_kernel\w*|reduce_kernel|vectorized_\w+)$")
 HINT = re.compile(r"\b(?!ReduceOp\b)(?:\w*Functor\w*|\w+_kernel_cuda\w*|\w+Ops?)\b")
@@ -64,9 +67,12 @@ class Summary:
     Attributes:
         steps: number of steps in the trace, 0 for a trace without kernels.
         split: how the steps were separated.
+        period_us: from the step's begin to the next step's.
+        wall_us: from the first kernel's begin to the last kernel's end.
+        kernel_us: sum of the kernels' times.
+        busy_us: time in which any kernel runs.
+        idle_us: time between kernels.
         kernels: [launches, us] by short name.
-        overlapping: us during which a kernel of another stream runs too, by short name.
-        walls_us: wall time of each step of the trace.
     """
 
     steps: int
@@ -76,10 +82,7 @@ class Summary:
     kernel_us: float
     busy_us: float
     idle_us: float
-    overlap_us: float
     kernels: dict[str, list[float]]
-    overlapping: dict[str, float]
-    walls_us: list[float]
 
 
 def short(name: str) -> str:
@@ -187,34 +190,6 @@ def steps_of(kernels: Sequence[Kernel], begins: Sequence[float]) -> list[list[Ke
     return found
 
 
-def overlapped(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Return the us during which a kernel of another stream runs too, by kernel name."""
-    found: dict[str, float] = {}
-    for i, kernel in enumerate(kernels):
-        shared = [
-            (max(kernel.begin, other.begin), min(kernel.end, other.end))
-            for other in beside(kernels, i)
-            if other.stream != kernel.stream
-        ]
-        if us := union(shared):
-            found[kernel.name] = found.get(kernel.name, 0.0) + us
-    return found
-
-
-def beside(kernels: Sequence[Kernel], i: int) -> Iterable[Kernel]:
-    """Yield the kernels that run at the same time as the i-th, looking back over 64 kernels.
-
-    `kernels` are in order of their begins.
-    """
-    for other in kernels[max(0, i - 64) : i]:
-        if other.end > kernels[i].begin:
-            yield other
-    for j in range(i + 1, len(kernels)):
-        if kernels[j].begin >= kernels[i].end:
-            return
-        yield kernels[j]
-
-
 def union(intervals: Iterable[tuple[float, float]]) -> float:
     total, last = 0.0, float("-inf")
     for begin, end in sorted(intervals):
@@ -228,7 +203,7 @@ def summarise(path: Path, whole: bool = False) -> Summary:
     trace = read(path)
     kernels = trace.before_decode() if whole else trace.kernels
     if not kernels:
-        return Summary(0, "no GPU kernels in the trace", *(0.0,) * 6, {}, {}, [])
+        return Summary(0, "no GPU kernels in the trace", *(0.0,) * 5, {})
     begins, how = ([], "") if whole else replays(kernels, trace.graph_launches)
     steps = steps_of(kernels, begins)
     if steps:
@@ -243,152 +218,110 @@ def summarise(path: Path, whole: bool = False) -> Summary:
         entry = times.setdefault(kernel.name, [0, 0.0])
         entry[0] += 1
         entry[1] += kernel.end - kernel.begin
-    walls = [max(kernel.end for kernel in of_step) - of_step[0].begin for of_step in steps]
+    wall = max(kernel.end for kernel in step) - step[0].begin
     busy = union((kernel.begin, kernel.end) for kernel in step)
-    beside_another = overlapped(step)
     return Summary(
         steps=len(steps),
         split=how,
         period_us=round(periods[median], 2),
-        wall_us=round(walls[median], 2),
+        wall_us=round(wall, 2),
         kernel_us=round(sum(us for _, us in times.values()), 2),
         busy_us=round(busy, 2),
-        idle_us=round(walls[median] - busy, 2),
-        overlap_us=round(sum(beside_another.values()), 2),
+        idle_us=round(wall - busy, 2),
         kernels={
             name: [count, round(us, 2)] for name, (count, us) in sorted(times.items(), key=lambda item: -item[1][1])
         },
-        overlapping={name: round(us, 2) for name, us in beside_another.items()},
-        walls_us=[round(wall, 1) for wall in walls],
     )
 
 
-Columns = Sequence[str]
-Rows = list[list[Any]]
+def decode(server: Server, prompts: Sequence[list[int]], tokens: int) -> Summary:
+    """Profile a decode step in which all of `prompts` run.
 
-
-def table(summary: Mapping[str, Any]) -> tuple[Columns, Rows]:
-    """Return a table of one step by kernel, longest first."""
-    total = summary["kernel_us"] or 1.0
-    overlapping = summary["overlapping"]
-    rows = [
-        [name, int(count), us, round(100 * us / total, 1), overlapping.get(name)]
-        for name, (count, us) in summary["kernels"].items()
-    ]
-    return ("kernel", "launches", "us", "%", "us overlapping another stream"), rows
-
-
-def side_by_side(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Columns, Rows]:
-    """Return a table of two steps by kernel, the largest difference (ours - theirs) first."""
-    rows = []
-    for name in {**ours["kernels"], **theirs["kernels"]}:
-        (our_count, our_us), (their_count, their_us) = (s["kernels"].get(name, (0, 0.0)) for s in (ours, theirs))
-        rows.append([name, int(our_count), int(their_count), our_us, their_us, round(our_us - their_us, 2)])
-    rows.sort(key=lambda row: -row[-1])
-    return ("kernel", "launches ours", "theirs", "us ours", "us theirs", "difference"), rows
-
-
-def totals(summaries: Sequence[Mapping[str, Any]]) -> tuple[Columns, Rows]:
-    rows = []
-    for field in TOTALS:
-        values = [summary[field] for summary in summaries]
-        more = [round(values[0] - values[1], 2)] if len(values) == 2 else []
-        rows.append([TOTAL_NAMES[field], *values, *more])
-    rows.append(["launches", *(int(sum(count for count, _ in s["kernels"].values())) for s in summaries)])
-    rows.append(["steps in the trace", *(summary["steps"] for summary in summaries)])
-    names = ("ours", "theirs", "difference") if len(summaries) == 2 else ("step",)
-    return ("us", *names), rows
-
-
-def markdown(columns: Columns, rows: Rows) -> str:
-    def text(value: Any) -> str:
-        return "" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value).replace("|", "\\|")
-
-    lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
-    for row in rows:
-        cells = [text(value) for value in row] + [""] * (len(columns) - len(row))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-# Label of the measurement -> server -> summary.
-Named = dict[str, dict[str, Mapping[str, Any]]]
-
-
-def of_results(path: Path, data: Mapping[str, Any]) -> Named:
-    """Return the summaries of a serve.json, those of the last round.
+    Args:
+        server: server that is profiled.
+        prompts: one per request.
+        tokens: tokens per request; enough for the wait until all run, and STEPS steps.
 
     Raises:
-        ValueError: the file has no profiles.
+        RuntimeError: the requests ended too early.
     """
-    found: Named = {}
-    for row in data["rows"]:
-        if row.get("measure") == MEASURE and "kernels" in row:
-            found.setdefault(str(row["at"]), {})[row["subject"]] = row
-    if not found:
-        raise ValueError(f"{path} has no profiles: run `python -m benchmarks.serve --measure profile`")
-    return found
+    with tempfile.TemporaryDirectory(prefix="profile_") as folder:
+        mark, burst = server.mark(), _sent(server, prompts, tokens)
+        deadline = time.monotonic() + RUNNING_SECONDS
+        while servers.running_now(server.lines(mark)) != len(prompts):
+            if burst.done() or time.monotonic() > deadline:
+                burst.result()
+                raise RuntimeError(f"{len(prompts)} requests never decoded together")
+            time.sleep(0.01)
+        _start(server, folder, num_steps=STEPS)
+        burst.result()
+        if not _traces(folder):  # fewer steps ran than were requested
+            server.request("/stop_profile", {})
+        return _read(folder, whole=False)
 
 
-def load(path: Path, whole: bool) -> Named:
-    """Return the summary of a trace under its file name, or the summaries of a serve.json."""
-    if path.suffix == ".json":
-        data = json.loads(path.read_text())
-        if isinstance(data, dict) and "rows" in data:
-            return of_results(path, data)
-    return {"step": {path.name: asdict(summarise(path, whole))}}
+def prefill(server: Server, prompt: list[int]) -> Summary:
+    """Profile everything that runs for one prompt and its first token."""
+    with tempfile.TemporaryDirectory(prefix="profile_") as folder:
+        _start(server, folder)
+        server.generate(prompt, 1, **on_first_rank(server, 1))
+        server.request("/stop_profile", {})
+        return _read(folder, whole=True)
 
 
-def pairs(loaded: Sequence[Named]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return one summary, or ours and theirs, for each measurement.
-
-    Raises:
-        ValueError: two files have no measurement in common.
-    """
-    if len(loaded) == 1:
-        order = ("ours", "in-tree")
-        return {
-            at: [servers[name] for name in sorted(servers, key=lambda n: order.index(n) if n in order else -1)]
-            for at, servers in loaded[0].items()
-        }
-    ours, theirs = loaded
-    if not ours.keys() & theirs.keys():
-        raise ValueError(f"the files have no measurement in common: {', '.join(ours)} and {', '.join(theirs)}")
-    return {
-        at: [
-            ours[at].get("ours") or next(iter(ours[at].values())),
-            theirs[at].get("in-tree") or [*theirs[at].values()][-1],
-        ]
-        for at in ours
-        if at in theirs
-    }
+def on_first_rank(server: Server, requests: int) -> dict[str, Any]:
+    """Return the field that routes a single request to the rank whose trace is read."""
+    return {"routed_dp_rank": 0} if requests == 1 and "--dp-size" in server.argv else {}
 
 
-def report(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return all tables as markdown."""
-    parts = []
-    for at, summaries in measured.items():
-        parts += [f"## {at}\n", markdown(*totals(summaries))]
-        kernels = side_by_side(*summaries) if len(summaries) == 2 else table(summaries[0])
-        parts.append(markdown(*kernels))
-    return "\n".join(parts)
+def _sent(server: Server, prompts: Sequence[list[int]], tokens: int) -> Future[Any]:
+    """Send the prompts as one request from a thread."""
+    pool = ThreadPoolExecutor(1)
+    ids = prompts[0] if len(prompts) == 1 else prompts
+    burst = pool.submit(server.generate, ids, tokens, **on_first_rank(server, len(prompts)))
+    pool.shutdown(wait=False)
+    return burst
+
+
+def _start(server: Server, folder: str, **more: Any) -> None:
+    asked = {"output_dir": folder, "activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False, **more}
+    server.request("/start_profile", asked)
+
+
+def _traces(folder: str) -> list[Path]:
+    """Return the traces of the first rank: "ID-TP-0.trace.json.gz", with DP, PP or EP ranks after TP-0."""
+    return sorted(Path(folder).glob("*-TP-0*.trace.json.gz"))
+
+
+def _read(folder: str, whole: bool) -> Summary:
+    if not (found := _traces(folder)):
+        raise RuntimeError(f"the server wrote no trace; {folder} has {[path.name for path in Path(folder).iterdir()]}")
+    return summarise(found[0], whole)
+
+
+def tables(rows: Iterable[dict[str, Any]]) -> Iterable[Table]:
+    """Yield a table for each profiled step of a serve.json: us of each kernel and totals, one column per server."""
+    profiled = [row for row in rows if row.get("measure") == MEASURE and "kernels" in row]
+    for at in dict.fromkeys(row["at"] for row in profiled):
+        of_server = {row["subject"]: row for row in profiled if row["at"] == at}  # of the last round
+        table = Table("us", *of_server, title=at)
+        names = {name: us for row in of_server.values() for name, (_, us) in row["kernels"].items()}
+        for name in sorted(names, key=lambda name: -names[name]):
+            cells = [row["kernels"].get(name) for row in of_server.values()]
+            table.add_row(name, *("" if cell is None else f"{cell[0]:.0f} x, {cell[1]:,.1f}" for cell in cells))
+        table.add_section()
+        for field in ("period_us", "wall_us", "kernel_us", "busy_us", "idle_us"):
+            table.add_row(field, *(f"{row[field]:,.1f}" for row in of_server.values()))
+        yield table
 
 
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="one or two traces or serve.json files")
-    options.add_argument("--whole", action="store_true", help="treat a trace as one step")
-    options.add_argument("--out", type=Path, default=Path("."), help="folder of the two output files (%(default)s)")
-    args = options.parse_args(argv)
-    if len(args.traces) > 2:
-        options.error(f"{len(args.traces)} traces; expected one, or ours and theirs")
-    measured = pairs([load(path, args.whole) for path in args.traces])
-    text = report(measured)
-    print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "profile_steps.json").write_text(json.dumps(measured, indent=1) + "\n")
-    (args.out / "profile_steps.md").write_text(text)
-    return 0
+    options.add_argument("results", type=Path, help="serve.json of `python -m benchmarks.serve --measure profile`")
+    found = list(tables(json.loads(options.parse_args(argv).results.read_text())["rows"]))
+    for table in found:
+        Console().print(table)
+    return 0 if found else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import urllib.parse
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.agent_trace import Ideal, Turn
@@ -30,7 +30,6 @@ class Answer:
     of_tiers: dict[str, int]
     first_token_s: float
     total_s: float
-    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -53,14 +52,6 @@ class Served:
     total_s: float
 
 
-@dataclass
-class Sample:
-    """An answer to compare with a cold run."""
-
-    prompt: array[int]
-    answer: Answer
-
-
 class Client:
     """HTTP client of one server, usable from many threads."""
 
@@ -70,20 +61,15 @@ class Client:
             raise ValueError(f"server URL is {url!r}; expected http://HOST:PORT")
         self.host, self.port, self.timeout_s = parts.hostname, parts.port or 80, timeout_s
 
-    def generate(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Answer:
-        """Generate greedily, streamed to measure the time to first token.
-
-        Args:
-            prompt: token ids.
-            count: exact number of tokens to generate.
-            logprobs: also return logprobs.
+    def generate(self, prompt: array[int], count: int) -> Answer:
+        """Generate exactly `count` tokens greedily, streamed to measure the time to first token.
 
         Raises:
             RuntimeError: the server answers with an error.
         """
-        return self.prepared(prompt, count, logprobs=logprobs)()
+        return self.prepared(prompt, count)()
 
-    def prepared(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Callable[[], Answer]:
+    def prepared(self, prompt: array[int], count: int) -> Callable[[], Answer]:
         """Return `generate` with these arguments as a function whose request body is already encoded.
 
         Encoding holds the GIL for milliseconds, which would keep requests from starting together.
@@ -92,7 +78,6 @@ class Client:
             "input_ids": prompt.tolist(),
             "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
             "stream": True,
-            "return_logprob": logprobs,
         }
         return partial(self._send, json.dumps(body).encode(), len(prompt), count)
 
@@ -115,7 +100,6 @@ class Client:
         if "error" in answer or "meta_info" not in answer:
             raise RuntimeError(f"/generate of {prompt_tokens} tokens: {answer}")
         meta = answer["meta_info"]
-        pairs = meta.get("output_token_logprobs") or []
         details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
         return Answer(
             answer["output_ids"][-count:],
@@ -123,7 +107,6 @@ class Client:
             {tier: details.get(tier, 0) for tier in TIERS},
             first - begin,
             time.perf_counter() - begin,
-            [pair[0] for pair in pairs],
         )
 
     def flush(self) -> None:
@@ -142,14 +125,13 @@ class Client:
 class Replay:
     """Sends turns in order, at most `concurrency` at a time. A turn waits for the turn it is based on."""
 
-    def __init__(self, client: Client, *, concurrency: int, vocab: int, seed: int = 0, sample: float = 0.0) -> None:
-        self.client, self.concurrency, self.vocab, self.seed, self.sample = client, concurrency, vocab, seed, sample
+    def __init__(self, client: Client, *, concurrency: int, vocab: int, seed: int = 0) -> None:
+        self.client, self.concurrency, self.vocab, self.seed = client, concurrency, vocab, seed
         self._ready = threading.Condition()
         self._error: BaseException | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self.samples: list[Sample] = []
         self.served: list[Served] = []
         self._ideal = Ideal()
         self._left: dict[tuple[int, int], array[int]] = {}
@@ -194,12 +176,8 @@ class Replay:
 
     def _serve(self, turn: Turn, ideal: int) -> None:
         prompt = self.prompt(turn)
-        rng = random.Random(turn.conversation * 4099 + turn.number)
-        sampled = rng.random() < self.sample
-        answer = self.client.generate(prompt, turn.generate, logprobs=sampled)
+        answer = self.client.generate(prompt, turn.generate)
         with self._ready:
-            if sampled:
-                self.samples.append(Sample(prompt, answer))
             times = answer.first_token_s, answer.total_s
             self.served.append(Served(turn, len(prompt), answer.cached, answer.of_tiers, ideal, *times))
             self._left[turn.key] = prompt + array("i", answer.tokens)
@@ -215,44 +193,3 @@ class Replay:
     def _tokens(self, count: int, name: str) -> array[int]:
         rng = random.Random(name)
         return array("i", (rng.randrange(FIRST_TOKEN_ID, self.vocab) for _ in range(count)))
-
-
-@dataclass
-class Comparison:
-    """Difference of warm and cold answers.
-
-    `diverged` counts the answers with a different token. Logprobs are compared up to and including that token.
-    """
-
-    answers: int
-    diverged: int
-    largest_difference: float
-    mean_difference: float
-
-
-def compare_with_cold(client: Client, samples: list[Sample], most: int, seed: int = 0) -> Comparison:
-    """Run up to `most` of the sampled prompts again, each alone on an empty cache.
-
-    Args:
-        client: client of the server.
-        samples: warm answers.
-        most: largest number of answers to compare.
-        seed: seed of the selection.
-
-    Raises:
-        RuntimeError: a cold run hit the cache.
-    """
-    chosen = random.Random(seed).sample(samples, min(most, len(samples)))
-    differences: list[float] = []
-    diverged = 0
-    for sample in chosen:
-        client.flush()
-        cold = client.generate(sample.prompt, len(sample.answer.tokens), logprobs=True)
-        if cold.cached:
-            raise RuntimeError(f"{cold.cached} tokens of a cold run came from the cache")
-        same = [a == b for a, b in zip(sample.answer.tokens, cold.tokens)]
-        diverged += not all(same)
-        # The first different token was chosen from the same prefix, so its logprob is still comparable.
-        upto = same.index(False) + 1 if not all(same) else len(same)
-        differences += [abs(a - b) for a, b in zip(sample.answer.logprobs[:upto], cold.logprobs[:upto])]
-    return Comparison(len(chosen), diverged, max(differences, default=0.0), sum(differences) / max(1, len(differences)))

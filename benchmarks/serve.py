@@ -38,13 +38,13 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import profile_steps, report, serve_plan, servers, take_profile
+from benchmarks import profile_steps, report, serve_plan, servers
 from benchmarks.serve_plan import FIT_PROMPT, FIT_TOKENS, MAX_REQUESTS
 from benchmarks.servers import Server
 
@@ -120,18 +120,17 @@ class Bench:
             value = statistics.median(times)
             yield {"measure": "TTFT ms", "at": tokens, "value": value, "low": min(times), "high": max(times)}
 
-    def profile(self, server: Server, label: str) -> Iterator[dict[str, Any]]:
-        taken: dict[str, Callable[[Path | None], profile_steps.Summary]] = {
-            f"decode {n}": partial(take_profile.decode, server, self.prompts(n), self.plan.profile_tokens)
+    def profile(self, server: Server) -> Iterator[dict[str, Any]]:
+        taken = {
+            f"decode {n}": partial(profile_steps.decode, server, self.prompts(n), self.plan.profile_tokens)
             for n in self.plan.profile
         }
         prompt = self.plan.profile_prompt
-        taken[f"prefill {prompt}"] = partial(take_profile.prefill, server, self.prompt(prompt))
+        taken[f"prefill {prompt}"] = partial(profile_steps.prefill, server, self.prompt(prompt))
         for at, take in taken.items():
-            trace = Path(self.args.out) / "traces" / f"{label}-{at.replace(' ', '-')}.trace.json.gz"
             row = {"measure": profile_steps.MEASURE, "at": at}
             try:
-                summary = take(trace if self.args.keep_traces else None)
+                summary = take()
             except RuntimeError as error:  # the next profile may succeed
                 yield row | {"value": None, "error": f"{type(error).__name__}: {error}"}
             else:
@@ -181,14 +180,9 @@ class Bench:
             start = time.monotonic()
             self.warm_up(server, measures)
             yield base | {"measure": "warm-up s", "at": "", "value": time.monotonic() - start}
-            if "decode" in measures:
-                yield from (base | row for row in self.decode(server))
-            if "turnover" in measures:
-                yield from (base | row for row in self.turnover(server))
-            if "ttft" in measures:
-                yield from (base | row for row in self.ttft(server))
-            if "profile" in measures:
-                yield from (base | row for row in self.profile(server, f"{subject}-{number}"))
+            for measure in ("decode", "turnover", "ttft", "profile"):
+                if measure in measures:
+                    yield from (base | row for row in getattr(self, measure)(server))
 
     def fit_start(self, subject: str, number: int) -> Generator[dict[str, Any], None, None]:
         """Start with memory for a few 32K requests, and with fewer request slots, because each slot costs state."""
@@ -240,9 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         "--measure", help="some of decode,ttft,fit,turnover,profile (default: those of the first three for the model)"
     )
     options.add_argument("--rounds", type=int, default=1, help="starts of each server (%(default)s)")
-    options.add_argument("--first-round", type=int, default=1, help="number of the first round, to split a run")
     options.add_argument("--flags", default="", help="more flags for both servers")
-    options.add_argument("--keep-traces", action="store_true", help="keep the profiles' traces in OUT/traces")
     serve_plan.add_options(options)
     args = options.parse_args(argv)
     serve_plan.resolve(options, args)
@@ -269,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
                 yield row
 
     subjects = ["ours"] if args.dry_run else args.servers.split(",")
-    for number in range(args.first_round, args.first_round + args.rounds):
+    for number in range(1, args.rounds + 1):
         order = subjects if number % 2 else subjects[::-1]
         for subject in order:
             if set(measures) - {"fit"}:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.step [--quick] [--out DIR]
 
-- "in graph": number and time of the kernels in the step's CUDA graph that build the metadata of all layers.
-- "host": microseconds of the calls that prepare a replay, without waiting for the device, and the kernels they launch.
+- "in graph us": time of the kernels in the step's CUDA graph that build the metadata of all layers.
+- "outside host us": host time of the calls that prepare a replay, without waiting for the device.
+- "eager host us": host time of a build without a graph.
 
 Ours records `build_decode` and calls `gather_decode` before the replay. SGLang copies its raw metadata outside the
 graph and builds page tables, index lists, plans and schedules inside. FlashMLA's schedules (one kernel per kind of
@@ -12,14 +13,12 @@ layer) are not included on either side. "context" is the longest request that th
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import report, timing
 from dsv4_sglang.attention.metadata import build_decode, gather_decode
@@ -71,7 +70,7 @@ class Ours:
 
     def in_graph(self) -> None:
         b = self.batch
-        self.made = build_decode(
+        build_decode(
             self.buffers,
             seq_lens=b.seq_lens,
             out_loc=b.out_cache_loc,
@@ -140,68 +139,13 @@ class InTree:
     def in_graph(self) -> None:
         self.backend.forward_metadata = self.raw
         self.backend.init_forward_metadata_in_graph(self.batch)
-        self.made = self.backend.forward_metadata
 
     def outside(self) -> None:
         self.backend.init_forward_metadata_out_graph(self.batch)
 
 
-def graph_nodes(function: Callable[[], object]) -> int | None:
-    """Return the number of kernels and copies in a graph of `function`, or None without the CUDA bindings."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        function()
-    status, _, count = runtime.cudaGraphGetNodes(graph.raw_cuda_graph())
-    if int(status) != 0:
-        raise RuntimeError(f"cudaGraphGetNodes: {status}")
-    return int(count)
-
-
-def kernels_launched(function: Callable[[], object]) -> int | None:
-    """Return the number of device activities of one call by the profiler, or None if it sees none."""
-    from torch.profiler import ProfilerActivity, profile
-
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        function()
-        torch.cuda.synchronize()
-    count = sum(event.count for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
-    return count or None
-
-
-def synchronisations(function: Callable[[], object]) -> int:
-    """Return how often one call waits for the device."""
-    function()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            function()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    # The mode itself warns once per process that it is a prototype.
-    texts = [str(warning.message) for warning in seen]
-    return sum("synchroniz" in text and "prototype" not in text for text in texts)
-
-
-def attempted(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `function`, or None if it fails, so that the times are kept."""
-    try:
-        return function(*args)
-    except Exception as error:
-        print(f"{function.__name__}: {type(error).__name__}: {error}")
-        return None
-
-
 def measure(kind: Any, subject: str, batch: int, context: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield a row with times and counts of one kind of metadata.
+    """Yield a row with the times of one kind of metadata.
 
     Args:
         kind: `Ours` or `InTree`.
@@ -211,48 +155,17 @@ def measure(kind: Any, subject: str, batch: int, context: int, device: torch.dev
         device: device of the metadata.
     """
     step = kind(batch, context, device)
-    cuda = device.type == "cuda"
-    recorded = timing.Recorded(step.in_graph, device)
-    in_graph = recorded.time(20)
+    in_graph = timing.Recorded(step.in_graph, device).time(20)
     host = timing.host_time(step.outside, samples=30)
-    build = timing.host_time(step.in_graph, samples=10 if cuda else 1, inner=3)
-    nodes = attempted(graph_nodes, step.in_graph) if cuda else None
-    if cuda and nodes is None:
-        nodes = attempted(kernels_launched, step.in_graph)
+    build = timing.host_time(step.in_graph, samples=10 if device.type == "cuda" else 1, inner=3)
     yield {
         "batch": batch,
         "context": f"{context // K}K",
         "subject": subject,
         "in graph us": in_graph.us,
-        "in graph kernels": nodes,
         "outside host us": host.us,
-        "outside kernels": (attempted(kernels_launched, step.outside) or 0) if cuda else None,
         "eager host us": build.us,
-        "host waits": (
-            sum(attempted(synchronisations, function) or 0 for function in (step.outside, step.in_graph))
-            if cuda
-            else None
-        ),
-        "KB of lists": list_bytes(step.made) / 1e3,
     }
-
-
-def list_bytes(metadata: Any) -> int:
-    """Return the bytes of the distinct tensors in a step's metadata."""
-    seen: dict[int, int] = {}
-
-    def walk(value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            seen[value.data_ptr()] = max(seen.get(value.data_ptr(), 0), value.numel() * value.element_size())
-        elif isinstance(value, tuple):
-            for item in value:
-                walk(item, depth + 1)
-        elif depth < 3 and hasattr(value, "__dict__"):
-            for item in vars(value).values():
-                walk(item, depth + 1)
-
-    walk(metadata, 0)
-    return sum(seen.values())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -266,8 +179,8 @@ def main(argv: list[str] | None = None) -> int:
             for subject, kind in kinds.items():
                 name = f"{context // K}K/{batch}/{subject}"
                 result.part(name, partial(measure, kind, subject, batch, context, device))
-    measured = ["in graph us", "in graph kernels", "outside host us", "outside kernels", "eager host us", "host waits"]
-    result.table("metadata of a decode step", ["batch", "context", "subject", *measured])
+    columns = ["batch", "context", "subject", "in graph us", "outside host us", "eager host us"]
+    result.table("metadata of a decode step", columns)
     return result.close()
 
 

@@ -11,8 +11,6 @@ import torch
 
 # A sample lasts about this long, so that the resolution of the events does not matter.
 SAMPLE_US = 2000.0
-# Larger than the L2 cache of any GPU.
-FLUSH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -72,21 +70,6 @@ class Recorded:
         once = self._between_events(1)
         replays = max(1, min(200, round(SAMPLE_US / max(once, 1.0))))
         return summarise([self._between_events(replays) / replays / divide for _ in range(samples)])
-
-    def time_cold(self, samples: int = 20, divide: int = 1) -> Timing:
-        """Time single replays, each after a write of 256 MiB that replaces the contents of the L2 cache.
-
-        The host enqueues the replay while that write runs, so the result is device time only.
-        """
-        if self.graph is None:
-            return self._on_cpu(divide)
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
-        times = []
-        for i in range(samples):
-            flush.fill_(i)
-            flush.fill_(i + 1)
-            times.append(self._between_events(1) / divide)
-        return summarise(times)
 
     def _between_events(self, replays: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

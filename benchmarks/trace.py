@@ -28,7 +28,6 @@ import contextlib
 import json
 import math
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -49,8 +48,6 @@ from benchmarks.replay import Client
 from benchmarks.trace_file import Request, computed_hits, load, perfect_hits
 from benchmarks.turns import FLAGS, spread
 
-# Time bins of a load, for the plot.
-BINS = 40
 WARM_REQUESTS, WARM_OUTPUT, WARM_ROUNDS = 48, 8, 5
 WARM_SEED = 1_000_000
 
@@ -259,24 +256,7 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
         "first_token_ms": spread([one.first_token for one in done]),
         "between_tokens_ms": spread([one.between_tokens for one in done if one.output > 1] or [0.0]),
         "late_ms": spread([one.late for one in done]),
-        "over_time": over_time(done, seconds),
     }
-
-
-def over_time(done: Sequence[Done], seconds: float) -> list[dict[str, float]]:
-    """Return hits and times to first token by the time of sending, in up to BINS equal intervals."""
-    bins: dict[int, list[Done]] = {}
-    for one in done:
-        bins.setdefault(min(BINS - 1, int(BINS * one.begin / seconds)), []).append(one)
-    return [
-        {
-            "s": round((number + 0.5) * seconds / BINS, 2),
-            "hit": round(sum(one.cached for one in found) / sum(one.prompt for one in found), 4),
-            "ideal": round(sum(one.ideal for one in found) / sum(one.prompt for one in found), 4),
-            "first_token_s": round(statistics.median(one.first_token for one in found), 4),
-        }
-        for number, found in sorted(bins.items())
-    ]
 
 
 @contextlib.contextmanager
@@ -285,8 +265,7 @@ def serving(args: argparse.Namespace, subject: str) -> Iterator[tuple[str, int, 
     if args.url:
         yield args.url, args.vocab, {"subject": subject, "flags": None}
         return
-    own = args.sglang_flags if subject.startswith("sglang") else ""
-    flags = f"{FLAGS[subject]} --enable-metrics {args.flags} {own}".strip()
+    flags = f"{FLAGS[subject]} --enable-metrics {args.flags}".strip()
     bench = serve.Bench(argparse.Namespace(**{**vars(args), "flags": flags}))
     server = bench.server("ours" if subject.startswith("ours") else "in-tree", f"trace-{subject}", args.memory)
     with servers.running(server, args.start_timeout):
@@ -320,7 +299,7 @@ def measure(
             before = servers.metrics(url).get("lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
                 task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
-                replayer = Replayer(client, vocab, args.seed, args.cap, args.deadline, partial(bar.advance, task))
+                replayer = Replayer(client, vocab, 0, args.cap, args.deadline, partial(bar.advance, task))
                 pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
             if not pairs:
                 continue
@@ -365,9 +344,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
     options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
     options.add_argument("--seconds", type=float, default=math.inf, help="send nothing after this time")
-    options.add_argument("--seed", type=int, default=0, help="seed of the tokens")
     options.add_argument("--flags", default="", help="more flags for all servers")
-    options.add_argument("--sglang-flags", default="", help="more flags for SGLang's own cache")
     options.add_argument("--out", type=Path, required=True, dest="file", help="JSON lines, appended; logs beside it")
     options.add_argument("--dry-run", action="store_true", help="a small model on the CPU, ours only")
     serve_plan.add_options(options)
@@ -397,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"--longest {args.longest} --requests {args.requests}: no request of {args.trace} is left")
         return 1
     args.out.mkdir(parents=True, exist_ok=True)
-    arguments = {name: getattr(args, name) for name in ("model", "cap", "longest", "seed", "dry_run")}
+    arguments = {name: getattr(args, name) for name in ("model", "cap", "longest", "dry_run")}
     settings = {"trace": args.trace.name, **arguments}
     console, rows, failed = Console(), [], 0
     for subject in args.server:

@@ -30,8 +30,7 @@ class Formats:
     hca_online: bool
 
 
-OURS_ONLINE, OURS_RAW = Formats(72, True), Formats(72, False)
-IN_TREE, IN_TREE_ONLINE = Formats(132, False), Formats(132, True)
+OURS, IN_TREE = Formats(72, True), Formats(132, False)
 
 
 def decode_bytes(config: DSV4Config, load: Load, formats: Formats) -> int:

@@ -207,7 +207,7 @@ class Conversations:
 
 def flags_of(subject: str, args: argparse.Namespace) -> str:
     """Return a server's flags in addition to those of `serve_plan`. --flags come last, so that they win."""
-    found = args.best_flags if subject == "sglang-best" else FLAGS[subject]
+    found = FLAGS[subject]
     if args.tier == "host":
         room = math.ceil(max(load.room for load in args.loads) / PAGE) * PAGE
         requests = max(2, *(load.at_once for load in args.loads))
@@ -273,7 +273,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds of a load (%(default)s)")
     options.add_argument("--cold", default="", help="tokens of cold prompts to measure too, as in 8192,65536")
     options.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this time")
-    options.add_argument("--best-flags", default=BEST_FLAGS, help="flags of sglang-best (%(default)s)")
     options.add_argument("--flags", default="", help="more flags for all servers")
     options.add_argument("--out", type=Path, required=True, dest="file", help="JSON lines, appended; logs beside it")
     options.add_argument("--dry-run", action="store_true", help="a small model and small loads on the CPU, ours only")

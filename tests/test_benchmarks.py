@@ -37,15 +37,12 @@ from benchmarks import (
     run,
     serve_plan,
     servers,
-    tables,
-    take_profile,
     timing,
     traffic,
 )
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS, ROOT
 from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.launch_command import flag_value
@@ -81,7 +78,7 @@ def test_decode_bytes_follow_the_windows_that_close() -> None:
     )
     assert csa - none == 21 * batch * (7 * 5120 + 584 + 132)
     assert both - csa == 20 * batch * (127 * 4096 + 584)
-    online = traffic.decode_bytes(FLASH, loads.both_entries(batch, context), traffic.OURS_ONLINE)
+    online = traffic.decode_bytes(FLASH, loads.both_entries(batch, context), traffic.OURS)
     assert online < both / 5
 
 
@@ -149,19 +146,6 @@ def test_steady_loads_close_windows_at_the_rate_of_a_running_server(batch: int) 
     assert all(load.prefix_lens.min() >= 0 and load.prefix_lens.max() < 4095 for load in drawn)
 
 
-def test_random_tables_hold_finite_values() -> None:
-    table = tables.our_rows(3, 32, torch.device("cpu"))
-    values = KVBuffer(table, KVFormat.FP8).read(torch.arange(96))
-    assert values.isfinite().all()
-    assert 0.1 < values.abs().mean() < 2
-    assert values.std(0).min() > 0
-    keys = KeyTable(tables.our_keys(2, torch.device("cpu")), KeyFormat.MXFP4).read(torch.arange(64))
-    assert keys.isfinite().all()
-    assert keys.std(0).min() > 0
-    pages = tables.in_tree_keys(2, torch.device("cpu"))
-    assert pages[:, : 64 * 128].view(torch.float8_e4m3fn).float().isfinite().all()
-
-
 # Moves
 
 
@@ -171,15 +155,11 @@ def run_lengths(ids: torch.Tensor) -> list[int]:
     return torch.tensor([0, *breaks.tolist(), ids.shape[1]]).diff().tolist()
 
 
-@pytest.mark.parametrize("run", [1, 2, 8, 64, 512])
-def test_ids_form_runs_of_exactly_their_length(run: int) -> None:
-    for seed in range(5):
-        ids = move.run_ids(512, run, seed)
-        assert run_lengths(ids) == [run] * (512 // run)
+def test_ids_form_runs_of_exactly_their_length() -> None:
+    for length in (1, 8, 512):
+        ids = move.run_ids(512, length)
+        assert run_lengths(ids) == [length] * (512 // length)
         assert all(sorted(side) == list(range(512)) for side in ids.tolist())
-    assert run_lengths(move.run_ids(2, 1)) == [1, 1]
-    with pytest.raises(ValueError, match="512 blocks are not a multiple of the run length 7"):
-        move.run_ids(512, 7)
 
 
 def test_pieces_of_sglangs_pools_are_those_of_our_blocks() -> None:
@@ -197,8 +177,6 @@ def test_statistics() -> None:
     assert (timing_of.us, timing_of.samples) == (3.0, 5)
     assert timing_of.low <= timing_of.us <= timing_of.high
     assert timing.weighted([timing.Timing(2, 2, 2, 1), timing.Timing(10, 10, 10, 1)], [3, 1]) == 4
-    with pytest.raises(ValueError, match="1 timings and 2 weights"):
-        timing.weighted([timing_of], [1, 1])
     assert timing.floor_us(8e6, 3, copy_gbs=4000, launch_us=0.5) == pytest.approx(2.0)
     assert timing.floor_us(8e6, 43, copy_gbs=4000, launch_us=0.5) == pytest.approx(21.5)
 
@@ -229,13 +207,11 @@ def test_a_failing_part_costs_only_itself(tmp_path: Path, capsys: pytest.Capture
     made.part("half", half)
     made.part("other", lambda: [{"us": 3.0}])
     made.part("setting", lambda: [{"us": 1234.5}], setup=True)
-    made.table("t", ["part", "us", "none"])
     assert made.close() == 0
     data = result(tmp_path, "demo")
     assert [row["us"] for row in data["rows"]] == [1.0, 2.0, 1234.5]
     [failure] = data["failures"]
     assert (failure["part"], failure["error"]) == ("half", "RuntimeError: lost")
-    assert {"date", "commit", "gpu", "versions"} <= data["environment"].keys()
     assert "RuntimeError: lost" in capsys.readouterr().out
 
 
@@ -261,13 +237,6 @@ def test_figures_of_the_pages_are_those_of_the_results(tmp_path: Path) -> None:
         assert texts[0] == texts[1] and len(texts[0]) > 5, f"{file.name}: draw it again, python -m benchmarks.plots"
 
 
-def test_no_folder_is_left_behind(tmp_path: Path) -> None:
-    """Programs that make a model for their servers remove its folder."""
-    program = "from benchmarks import report; print(report.scratch_folder('model'))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "model_" in done.stdout and not Path(done.stdout.strip()).exists()
-
-
 # Servers
 
 
@@ -289,13 +258,10 @@ def test_decode_lines_of_the_log() -> None:
     turns = DECODE_LOG.replace("cuda graph", "accept len: 2.50, accept rate: 0.50, cuda graph")
     assert servers.decode_rate(turns, 16).step_ms == pytest.approx(2.5 * of_steps)
     assert servers.decode_rate(DECODE_LOG, 7) is None  # a single line counts the time since the previous burst
-    assert servers.decode_rate("", 7) is None
     of_tensor_parallelism = DECODE_LOG.replace("] Decode", " TP0] Decode").replace("Decode batch,", "Decode batch [7],")
     assert servers.decode_rate(of_tensor_parallelism, 16) == servers.decode_rate(DECODE_LOG, 16)
-    assert servers.running_now(DECODE_LOG) == 7
     late = "[2026-11-21 10:00:04] Prefill batch, #new-seq: 1, #running-req: 31, #queue-req: 0, cuda graph: False\n"
     assert servers.most_running(DECODE_LOG + late + DECODE_LOG) == 16
-    assert servers.most_running("") == 0
 
 
 def decode_line(rank: int, requests: int, rate: float) -> str:
@@ -316,14 +282,10 @@ def test_decode_lines_of_ranks_are_added() -> None:
         320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
     )
     assert servers.decode_rate(burst, 8) is None  # the line of one rank is not a burst of 8
-    assert servers.decode_rate(burst + decode_line(0, 3, 50.0), 16) == servers.DecodeRate(
-        320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
-    )
     # the other rank has no line
     assert servers.decode_rate(decode_line(0, 8, 3.0) + decode_line(0, 8, 4.0), 16) is None
     one = decode_line(1, 1, 3.0) + decode_line(1, 1, 131.0) + decode_line(0, 0, 0.0)
     assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1, pytest.approx(1e3 / 131))
-    assert servers.running_now(burst) == 16
     assert servers.running_now(burst + decode_line(1, 2, 9.0)) == 10
     assert servers.most_running(burst + decode_line(1, 2, 9.0)) == 16
 
@@ -333,7 +295,6 @@ def test_tokens_in_the_caches_of_all_ranks() -> None:
     info = {"max_total_num_tokens": 1000, "internal_states": states}
     assert servers.cache_tokens(info, 2) == [1000, 900]
     assert servers.cache_tokens({**info, "internal_states": states[:1]}, 2) == [1000, 1000]
-    assert servers.cache_tokens({"max_total_num_tokens": 1000}, 1) == [1000]
 
 
 def serve_arguments(*given: str) -> argparse.Namespace:
@@ -350,7 +311,7 @@ def serve_arguments(*given: str) -> argparse.Namespace:
 def test_flags_of_the_served_configurations() -> None:
     small = serve_arguments()
     assert (small.memory, small.start_timeout, small.measure) == (0.6, 240, "decode,ttft,fit")
-    assert "--tp-size" not in serve_plan.flags(small, 0.6) and "--dp-size" not in serve_plan.flags(small, 0.6)
+    assert "--tp-size" not in serve_plan.flags(small, 0.6)
     real = serve_arguments("--model", "v4flash", "--tp", "4", "--dp", "2", "--mem-fraction-static", "0.8")
     assert (real.memory, real.start_timeout, real.measure) == (0.8, 420, "decode,ttft")
     flags = serve_plan.flags(real, real.memory)
@@ -360,17 +321,12 @@ def test_flags_of_the_served_configurations() -> None:
     graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
     assert (graphs[0], graphs[-1]) == ("1", "128")  # for one rank
     assert serve_plan.plan(serve_arguments("--model", "v4flash", "--decode", "64,256")).decode == {64: 160, 256: 160}
-    config = json.loads((serve_plan.MODELS["v4flash"].folder / "config.json").read_text())
-    assert (config["n_routed_experts"], config["quantization_config"]["quant_method"]) == (128, "fp8")
-    assert config["hidden_size"] == FLASH.hidden_size
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ("--tp 4 --dp 3", "expected --dp to divide the 4 GPUs evenly"),
-        ("--dp 2", "expected --dp to divide the 1 GPUs evenly"),
-        ("--tp 2 --gpus 3", "expected the numbers of 2 GPUs"),
         ("--tp 2 --gpus 2,x", "expected the numbers of 2 GPUs"),
         ("--decode 64,0", "--decode 64,0: expected numbers of 1 to 256 requests"),
         ("--measure ttfd", "--measure ttfd: expected some of decode"),
@@ -383,25 +339,6 @@ def test_what_does_not_fit_together_is_rejected(given: str, said: str, capsys: p
     with pytest.raises(SystemExit):
         serve_arguments(*given.split())
     assert said in capsys.readouterr().err
-
-
-def test_the_servers_of_a_pair(tmp_path: Path) -> None:
-    """The servers of a pair use the same bootstrap port and one GPU each.
-
-    The single server with two ranks uses both GPUs.
-    """
-
-    given = argparse.Namespace(dry_run=False, out=tmp_path, streams=32, rate=4, flags="--log-level info")
-    bench = disaggregation.Bench(given)
-    pair, one = bench.side("apart", 8998), bench.side("dp", 8998)
-    assert pair.prefill and not one.prefill
-    for flag in ("--disaggregation-bootstrap-port", "--disaggregation-transfer-backend", "--max-running-requests"):
-        assert flag_value(pair.server.argv, flag) == flag_value(pair.prefill.argv, flag)
-    assert flag_value(pair.server.argv, "--disaggregation-bootstrap-port") == "8998" and pair.bootstrap == 8998
-    assert flag_value(pair.prefill.argv, "--disaggregation-mode") == "prefill"
-    assert flag_value(pair.server.argv, "--disaggregation-mode") == "decode"
-    assert flag_value(pair.server.argv, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
-    assert flag_value(one.server.argv, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
 
 
 def test_times_between_tokens() -> None:
@@ -463,8 +400,6 @@ def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:
     assert not_taken == {"room taken": False, "since": 13.2, "until": 13.5, "tokens": 6}
     # Another request, whose tokens arrive between and around the given times.
     assert retract.longest_pause([10.0, 12.92, 12.93, 12.99, 13.02, 14.0], 12.9, 13.0) == pytest.approx(60)
-    assert retract.longest_pause([12.0, 12.9, 12.93, 13.0, 13.4], 12.9, 13.0) == pytest.approx(70)
-    assert retract.longest_pause([12.0, 14.0], 12.9, 13.0) == pytest.approx(100)
     assert retract.longest_pause([12.0, 12.8], 12.9, 13.0) is None
 
 
@@ -501,9 +436,17 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 """
 
 
-def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
-    server = servers.Server("fake", [sys.executable, "-c", FAKE], {}, tmp_path / "logs" / "fake.log")
+def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server imports from its plugin folder, so nobody else may write there. The folder goes with the server."""
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os; print(os.environ['PYTHONPATH'], flush=True)" + FAKE
+    server = servers.Server("fake", [sys.executable, "-c", program], {}, tmp_path / "logs" / "fake.log")
     with servers.running(server, LONG):
+        [folder] = tmp_path.glob("dsv4_sglang_plugin_*")
+        assert folder.stat().st_mode & 0o777 == 0o700 and f"{folder}{os.pathsep}" in server.lines()
+        [distribution] = importlib.metadata.distributions(path=[str(folder)])
+        assert [entry.value for entry in distribution.entry_points] == [servers.PLUGIN]
         process = server.process
         assert process is not None
         assert f" --port {server.port} --nccl-port {server.port + 1} " in server.lines()
@@ -511,29 +454,10 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
         mark = server.mark()
         answer = oracle_distance.ask(server, [5, 6], 3)
         assert "asked" in server.lines(mark)
-    assert process.poll() is not None
+    assert process.poll() is not None and not folder.exists()
     assert answer["tokens"] == [10, 11, 12]
     assert answer["decode"] == [-0.5, -1.5, -2.5]
     assert answer["prefill"] == [-1.0] * 3
-
-
-def test_a_servers_plugin_folder_is_private_and_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    program = "import os; print(os.environ['PYTHONPATH'], flush=True)" + FAKE
-    one, other = (servers.Server(name, [sys.executable, "-c", program], {}, tmp_path / f"{name}.log") for name in "ab")
-    with servers.running(one, 30), servers.running(other, 30):
-        assert one.port != other.port
-        folders = sorted(shared.iterdir())
-        assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
-        for folder in folders:
-            [distribution] = importlib.metadata.distributions(path=[str(folder)])
-            [entry] = distribution.entry_points
-            assert (entry.group, entry.value) == (servers.PLUGIN_GROUP, servers.PLUGIN)
-            assert f"{folder}{os.pathsep}" in one.lines() + other.lines(), "no server has it on PYTHONPATH"
-    assert not list(shared.iterdir())
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path, only_ports: int) -> None:
@@ -604,8 +528,6 @@ def test_steps_of_a_trace(launches: bool, tmp_path: Path) -> None:
         "Memcpy DtoD (Device -> Device)": [1, 10],
     }
     assert (summary.kernel_us, summary.busy_us, summary.idle_us) == (125, 100, 20)
-    assert summary.overlapping == {"product<256>": 20, "side": 20}
-    assert summary.walls_us == [120, 120, 120]
 
 
 def test_a_prefill_is_all_kernels_before_the_first_decode_step(tmp_path: Path) -> None:
@@ -624,15 +546,12 @@ def test_a_profile_waits_for_all_requests_and_reads_the_first_ranks_trace(tmp_pa
     trace = written(tmp_path / "t.json.gz", decode_trace())
     server = servers.Server("fake", [sys.executable, "-c", FAKE, str(trace)], {}, tmp_path / "fake.log")
     with servers.running(server, LONG):
-        kept = tmp_path / "kept" / "a.trace.json.gz"
-        assert take_profile.decode(server, [[3], [4]], 100, kept).steps == 3
-        assert kept.read_bytes() == trace.read_bytes()
+        assert profile_steps.decode(server, [[3], [4]], 100).steps == 3
         with pytest.raises(RuntimeError, match="3 requests never decoded together"):
-            take_profile.decode(server, [[3]] * 3, 100, None)
-        assert take_profile.prefill(server, [3, 4, 5], None).split == "whole trace"
-    assert take_profile.on_first_rank(server, 1) == {}
+            profile_steps.decode(server, [[3]] * 3, 100)
+        assert profile_steps.prefill(server, [3, 4, 5]).split == "whole trace"
     server.argv.append("--dp-size")
-    assert take_profile.on_first_rank(server, 1) == {"routed_dp_rank": 0}
+    assert profile_steps.on_first_rank(server, 1) == {"routed_dp_rank": 0}
 
 
 # Comparisons
@@ -677,22 +596,10 @@ made.part("slow", part)
         os.kill(int(line.split()[1]), 0)
 
 
-def test_one_seed_gives_one_list_of_operations() -> None:
-    shape = lifecycle.Shape(context=700, burst=40, ranks=2)
-    first, again = (list(itertools.islice(lifecycle.bursts(3, shape), 20)) for _ in range(2))
-    assert first == again
-    assert first != list(itertools.islice(lifecycle.bursts(4, shape), 8))
-    asks = [ask for burst in first for ask in burst.asks]
-    assert [ask.number for ask in asks] == list(range(800))
-    assert {ask.end for ask in asks} == {"answer", "abort", "gone", "stop token", "stop string"}
-    assert {ask.rank for ask in asks} == {0, 1} and {ask.n for ask in asks} == {1, 2, 3}
-    assert {burst.flush for burst in first} == {False, True}
-    kinds = {control.what for burst in first for control in burst.controls}
-    assert kinds == {"abort all", "check", "flush", *(f"pause {mode}" for mode in lifecycle.MODES)}
-
-
 def test_prompts_and_answers_fit_the_context() -> None:
-    """This includes a request that continues the longest answer of the previous burst."""
+    """This includes a request that continues the longest answer of the previous burst. A seed gives one list."""
+    again = [list(itertools.islice(lifecycle.bursts(seed, lifecycle.Shape()), 4)) for seed in (3, 3, 4)]
+    assert again[0] == again[1] != again[2]
     driver = lifecycle.Driver("http://127.0.0.1:9", seed=3, shape=lifecycle.Shape(context=700, burst=40))
     for burst in itertools.islice(lifecycle.bursts(3, driver.shape), 8):
         prompts = driver.prompts(burst)

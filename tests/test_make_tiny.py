@@ -18,6 +18,7 @@ from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, make_tiny
+from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 VOCAB = TinySpec().vocab
 
@@ -176,15 +177,9 @@ def test_tokenizer(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--layers 0,5", "ratios (0, 5): give one of 0, 4, 128 for each layer"),
-        ("--layers a,b", "--layers 'a,b': give compress ratios separated by commas, such as 0,4,128,4"),
-        ("--hidden 200", "hidden 200: must be a multiple of 128"),
-        ("--hash-layers 9", "hash_layers 9: must be between"),
-        ("--index-topk 0", "index_topk 0: must be positive"),
         ("--dspark 0", "dspark 0: must be a number of tokens"),
         ("--dspark 5 --nextn", "nextn and dspark: both are stored as mtp.0"),
-        ("--dspark 5 --layers 0,4", "dspark with 2 layers: the head reads the last 3 layers"),
-        ("--v41 --layers 0,4 --nextn", "--layers, --nextn with --v41: "),
+        ("--v41 --nextn", "--nextn or --dspark with --v41: "),
     ],
 )
 def test_bad_arguments_are_named(tmp_path: Path, arguments: str, said: str) -> None:
@@ -195,9 +190,20 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: str, said: str) -> N
     assert not (tmp_path / "x").exists()
 
 
-def test_heads_make_whole_groups() -> None:
-    with pytest.raises(ValueError, match="heads 12: must be a multiple of 8"):
-        TinySpec(heads=12)
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"ratios": (0, 5)}, r"ratios \(0, 5\): give one of 0, 4, 128 for each layer"),
+        ({"hidden": 200}, "hidden 200: must be a multiple of 128"),
+        ({"heads": 12}, "heads 12: must be a multiple of 8"),
+        ({"hash_layers": 9}, "hash_layers 9: must be between"),
+        ({"index_topk": 0}, "index_topk 0: must be positive"),
+        ({"dspark": 5, "ratios": (0, 4)}, "dspark with 2 layers: the head reads the last 3 layers"),
+    ],
+)
+def test_bad_sizes_are_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TinySpec(**fields)
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
@@ -212,10 +218,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny_v41")
-    result = CliRunner().invoke(app, ["make-tiny", str(folder), "--v41", "--index-topk", "1024"])
-    assert result.exit_code == 0 and "8 layers, seed 0" in result.output, result.output
-    return folder
+    return make_tiny_v41(tmp_path_factory.mktemp("tiny_v41"), TinyV41Spec(index_topk=1024))
 
 
 def test_v41_has_every_kind_of_layer(tiny_v41: Path) -> None:

@@ -19,7 +19,7 @@ from liveness import LONG
 from benchmarks import prefix_trace, servers, turns
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
 from benchmarks.prefix_trace import live_tokens
-from benchmarks.replay import Client, Replay, compare_with_cold
+from benchmarks.replay import Client, Replay
 
 SMALL = TraceConfig(conversations=12, active=5, seed=3, tokens=(2_000, 9_000), turns=(4, 9), branching=0.3)
 
@@ -71,13 +71,12 @@ def test_ideal_counts_what_earlier_turns_left() -> None:
 class FakeServer(ThreadingHTTPServer):
     """Fake server that answers /generate and caches the last `capacity` sequences, or all."""
 
-    def __init__(self, wrong_when_cached: bool = False, capacity: int = 10**6) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.capacity = capacity
+        self.capacity = 10**6
         self.known: list[list[int]] = []
         # Tokens of the prompt and of the answer of each request.
         self.asked: list[tuple[int, int]] = []
-        self.wrong_when_cached = wrong_when_cached
         self.lock = threading.Lock()
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -86,15 +85,12 @@ class FakeServer(ThreadingHTTPServer):
             self.asked.append((len(ids), count))
             cached = max((_common(ids[:-1], old) for old in self.known), default=0)
             out = [10 + (sum(ids) + i) % 50 for i in range(count)]
-            if cached and self.wrong_when_cached:
-                out[0] += 1
             self.known = [*self.known, ids + out[:-1]][-self.capacity :]
         return {
             "output_ids": out,
             "meta_info": {
                 "cached_tokens": cached,
                 "cached_tokens_details": {"device": cached - cached // 4, "host": cached // 4},
-                "output_token_logprobs": [[-0.5, token, None] for token in out],
             },
         }
 
@@ -129,9 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=[False])
-def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
-    fake = FakeServer(wrong_when_cached=request.param)
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
     thread = threading.Thread(target=fake.serve_forever)
     thread.start()
     yield fake
@@ -146,19 +142,10 @@ def _client(server: FakeServer) -> Client:
 
 def test_an_infinite_cache_hits_the_ideal(server: FakeServer) -> None:
     """With one request at a time, the cached tokens equal those of `Ideal`."""
-    replay = Replay(_client(server), concurrency=1, vocab=60_000, sample=0.2)
+    replay = Replay(_client(server), concurrency=1, vocab=60_000)
     served = replay.run(list(trace(SMALL))[:40])
     assert [s.cached for s in served] == [s.ideal for s in served]
     assert all(s.prompt == s.turn.prompt for s in served)
-    same = compare_with_cold(replay.client, replay.samples, 4)
-    assert same.answers == 4 and same.diverged == 0 and same.largest_difference == 0
-
-
-@pytest.mark.parametrize("server", [True], indirect=True)
-def test_wrong_warm_answers_are_seen(server: FakeServer) -> None:
-    replay = Replay(_client(server), concurrency=3, vocab=60_000, sample=0.5)
-    replay.run(list(trace(SMALL))[:30])
-    assert compare_with_cold(replay.client, replay.samples, 6).diverged > 0
 
 
 def test_concurrent_turns_wait_for_their_base(server: FakeServer) -> None:
@@ -169,23 +156,16 @@ def test_concurrent_turns_wait_for_their_base(server: FakeServer) -> None:
     assert all(s.cached == s.ideal > 0 for s in later)
 
 
-def test_the_command_reports_each_round_and_the_working_set(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_each_round(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{server.server_port}"
     prefix_trace.main(["revisit", "--url", url, "--conversations", "3", "--tokens", "200", "--rounds", "2"])
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["cached_tokens"] == 0 and second["hit_of_ideal"] == 1
     assert first["host_tokens"] == 0 < second["host_tokens"] <= second["cached_tokens"] / 4
     assert (first["part"], second["part"], second["live_tokens"]) == ("round 1", "round 2", 3 * 2 * 216)
-    prefix_trace.main(["working-set", "--url", url, "--tokens", "200", "--steps", "2", "4"])
-    _, result = map(json.loads, capsys.readouterr().out.splitlines())
-    # The cache is filled with sequences of 200 tokens and one answer token. Two conversations are visited twice more
-    # and two once, with 216 tokens each time.
-    assert result["live_tokens"] == 4 * 201 + 2 * 2 * 216 + 2 * 216
     prefix_trace.main(["trace", "--url", url, "--active", "2", "3", "--visits", "2", "1", "--longest", "3000"])
     two, three = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (two["turns"], three["turns"]) == (4, 3) and two["against_cold"]["diverged"] == 0
+    assert (two["turns"], three["turns"]) == (4, 3)
 
 
 def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) -> None:

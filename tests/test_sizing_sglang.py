@@ -118,7 +118,7 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
         assert tokens >= 21_000_000
 
 
-@pytest.mark.parametrize("model", [Model.flash(), Model.pro()], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [Model.of("flash"), Model.of("pro")], ids=lambda model: model.name)
 @pytest.mark.parametrize(
     ("options", "drafts"),
     [({}, 0), ({"indexer_format": "fp32", "max_snapshots": 600}, 0), ({}, 4), ({}, 9)],
@@ -212,7 +212,7 @@ def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, d
     assert demand is not None and layout is not None
     assert pool.mamba_pool.bytes == demand.bytes(layout), "allocated and counted bytes differ"
     given = Choice(
-        Model.flash(), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256, draft_tokens=drafts
+        Model.of("flash"), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256, draft_tokens=drafts
     )
     assert pool.req_to_token.nbytes == token_table_bytes(given)
     request = SimpleNamespace(req_pool_idx=None, mamba_pool_idx=None, inflight_middle_chunks=0, kv=None)

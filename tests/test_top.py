@@ -40,6 +40,7 @@ def answering(status: int, page: str) -> Iterator[str]:
         (200, SGLANG_ALONE, "runs without this package"),
         (404, '{"detail":"Not Found"}', "is the server started with --enable-metrics?"),
         (200, "<html>a router</html>", "is not the address of a server"),
+        (200, '{"status": "ok"}', "is not the address of a server"),
     ],
 )
 def test_one_line_says_why_nothing_is_shown(status: int, page: str, words: str) -> None:
@@ -52,7 +53,29 @@ def test_one_line_says_that_there_is_no_server(command: tuple[str, ...]) -> None
     with answering(200, "") as url:
         pass
     assert_fails_with_one_line(url, f"no server answers at {url}", *command)
-    assert_fails_with_one_line("nonsense", "'nonsense' is not the address of a server", *command)
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "nonsense",
+        "localhost:99999",
+        "ftp://host",
+        "http://",
+        "http://:80",
+        "http://host:99999",
+        "http://host:port",
+        "http://[::1",
+        "http://bad host",
+        "http://host/bad path",
+        "http://host..name",
+    ],
+)
+def test_one_line_says_what_an_address_looks_like(url: str, command: tuple[str, ...]) -> None:
+    said = f"{url!r} is not the address of a server; expected one such as http://127.0.0.1:30000"
+    assert_fails_with_one_line(url, said, *command)
 
 
 def assert_fails_with_one_line(url: str, words: str, *command: str) -> None:

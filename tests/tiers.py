@@ -70,7 +70,6 @@ FULL = frozenset(
         "test_build.py::test_is_compiled_once_for_all_architectures",
         "test_build.py::test_takes_only_the_stable_abi_from_torch",
         "test_cli.py::test_doctor_passes_here_and_sees_what_is_missing",
-        "test_plan.py::test_plot",
         "test_plan.py::test_recipe",
         "test_plan.py::test_splits_on_the_page",
         "test_plan.py::test_the_command_runs_without_noise",

@@ -29,7 +29,7 @@ def ask(process: int, model_path: str, question: str, flags: list[str]) -> int:
         The exit code: 0 after the conversation, 1 if there was none.
     """
     try:
-        server = Server(flags)
+        server = Server.of(flags)
         wait_ready(server, alive=lambda: os.getppid() == process, timeout=READY_SECONDS)
         converse(server, model_path, question, MAX_TOKENS)
     except (OSError, RuntimeError) as error:

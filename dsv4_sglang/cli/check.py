@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dsv4_sglang.cli.client import Scored, Server
+from dsv4_sglang.cli.client import Scored, Server, errors_in_one_line
 from dsv4_sglang.srt.integration.launch_command import OPT_IN_FLAG, OPT_IN_KEY
 
 OFF = (
@@ -133,18 +133,14 @@ def check(
     The server needs the option integrity_check. It may be busy. The exit code is 1 if the audit finds an error or the
     server cannot be reached.
     """
-    server = Server.at(url, api_key)
-    try:
+    with errors_in_one_line("check", url):
+        server = Server.at(url, api_key)
         reports = server.integrity()
         if not reports:
             raise RuntimeError(OFF)
         ranks = len({report["dp_rank"] for report in reports})
         wrong = _compare(server, prompts, ranks)
         reports = server.integrity() if prompts else reports
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = f"no server answers at {server.url}: {error}" if isinstance(error, OSError) else str(error)
-        typer.echo(f"dsv4-sglang check: {reason}", err=True)
-        raise typer.Exit(1) from None
     _show_reports(reports)
     found = sum(report["wrong"] for report in reports)
     if found or wrong:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from dsv4_sglang.cli.server import REQUEST_SECONDS, Endpoint
+import typer
+
+from dsv4_sglang.cli.server import REQUEST_SECONDS, Endpoint, RequestError
 from dsv4_sglang.srt.integration import launch_command
 from dsv4_sglang.srt.integration.metrics import PREFIX
 
@@ -79,34 +85,64 @@ def samples(page: str, prefix: str = "") -> Iterator[Sample]:
 
 def bind(host: str, port: int) -> None:
     """Raise OSError if a server cannot listen at this address (port in use, or not an address of this machine)."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "not a host name") from None
     with socket.socket(family, kind, protocol) as listener:
         # Servers set this option too: closed connections do not block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
 
 
-class Server(Endpoint):
-    """Client of the local server that was started with `flags`.
+@contextmanager
+def errors_in_one_line(command: str, url: str) -> Iterator[None]:
+    """Print an error of a request to the server at `url` as one line, and exit with 1.
 
-    The constructor raises OSError if the file of --ssl-certfile cannot be read as a certificate.
+    Args:
+        command: name of the command.
+        url: address of the server, as given.
     """
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = f"no server answers at {url}: {error}" if isinstance(error, OSError) else error
+        typer.echo(f"dsv4-sglang {command}: {reason}", err=True)
+        raise typer.Exit(1) from None
 
-    def __init__(self, flags: Sequence[str]) -> None:
+
+class Server(Endpoint):
+    """Client of a server that generates text or tokens."""
+
+    @classmethod
+    def of(cls, flags: Sequence[str]) -> Server:
+        """Return a client for the local server that was started with `flags`.
+
+        Raises OSError if the file of --ssl-certfile cannot be read as a certificate.
+        """
         host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
         host = LOOPBACK.get(host, host)
         port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
         certificate = launch_command.flag_value(flags, "--ssl-certfile")
         key = launch_command.flag_value(flags, "--api-key")  # --admin-api-key protects none of the routes below
         scheme = "http" if certificate is None else "https"
-        super().__init__(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", key, certificate)
+        return cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", key, certificate)
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Server:
-        """Return a client for the server at `url`, whose flags are unknown."""
-        server = cls([])
-        Endpoint.__init__(server, url, api_key)
-        return server
+        """Return a client for the server at `url`, whose flags are unknown.
+
+        Raises ValueError if `url` is not an HTTP address.
+        """
+        try:
+            parts = urlsplit(url)
+            _ = parts.port  # raises ValueError if it is not a number from 0 to 65535
+            valid = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna"))
+        except ValueError:
+            valid = False
+        if not valid or re.search(r"[^!-~]", url):  # http.client sends no other characters
+            raise ValueError(f"{url!r} is not the address of a server; expected one such as http://127.0.0.1:30000")
+        return cls(url, api_key)
 
     def ready(self, timeout: float) -> None:
         """Return when the server has generated a token.
@@ -190,8 +226,11 @@ class Server(Endpoint):
 
     def metrics(self, timeout: float = REQUEST_SECONDS) -> str:
         """Return the server's Prometheus page. Raises RuntimeError if it has none, and the errors of `send`."""
-        page: str = self.request("/metrics", timeout=timeout)
-        return page
+        try:
+            return self.text("/metrics", timeout=timeout)
+        except RequestError as error:
+            hint = "; is the server started with --enable-metrics?" if error.code == 404 else ""
+            raise RuntimeError(f"{error}{hint}") from None
 
     def pools(self) -> Pools:
         """Return the usage of the cache, summed over all DP attention ranks. Raises the errors of `metrics`."""

@@ -47,7 +47,7 @@ def demo(
         try:
             if launch_command.flag_value(flags, "--port") is None:
                 flags += ["--port", str(free_port(launch_command.flag_value(flags, "--host") or DEFAULT_HOST))]
-            server = Server(flags)
+            server = Server.of(flags)
             require_startable(model_path, flags)
             command = command_for(model_path, flags)
             typer.echo(command.shell())

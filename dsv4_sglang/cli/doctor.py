@@ -123,43 +123,30 @@ def plugin(gpu: bool) -> Iterator[Finding]:
         yield Finding("plugin", target)
 
 
-def _differences(what: str, different: list[str], none: str) -> Iterator[Finding]:
-    """Yield a failure for each difference between SGLang and this package's expectations, or the finding `none`."""
-    for line in different:
-        yield Finding(what, line, "fail")
-    if not different:
-        yield Finding(f"{what}s", none)
-
-
-def hooks(gpu: bool) -> Iterator[Finding]:
-    """Check that the functions of SGLang that this package replaces exist with the expected parameters."""
-    from dsv4_sglang.srt.integration import sglang_contract
+def sglang_contract(gpu: bool) -> Iterator[Finding]:
+    """Check what this package uses of SGLang: the functions that it replaces with their parameters, the flags that it
+    reads, its subclasses, and the private methods that they override."""
+    from dsv4_sglang.srt.integration import compat, sglang_contract
     from dsv4_sglang.srt.integration.hooks import hooks_of
     from dsv4_sglang.srt.integration.options import Options
     from dsv4_sglang.srt.integration.server_context import ServerContext
 
-    wanted = hooks_of(ServerContext(Options()), on_cpu=not gpu)
-    right = f"all {len(wanted)} targets exist with the expected parameters"
-    yield from _differences("hook", sglang_contract.hook_differences(wanted), right)
-
-
-def flags(gpu: bool) -> Iterator[Finding]:
-    """Check that the flags of SGLang that this package reads exist."""
-    from dsv4_sglang.srt.integration import compat, sglang_contract
-
-    right = f"all flags that are read exist, among {len(compat.flag_defaults())} of SGLang"
-    yield from _differences("flag", sglang_contract.flag_differences(), right)
-
-
-def server_classes(gpu: bool) -> Iterator[Finding]:
-    """Check the subclasses of SGLang's classes, and the private methods that they override."""
-    from dsv4_sglang.srt.integration import compat, sglang_contract
-
+    hooks, flags = hooks_of(ServerContext(Options()), on_cpu=not gpu), len(compat.flag_defaults())
+    for what, different, right in (
+        (
+            "hook",
+            sglang_contract.hook_differences(hooks),
+            f"all {len(hooks)} targets exist with the expected parameters",
+        ),
+        ("flag", sglang_contract.flag_differences(), f"all flags that are read exist, among {flags} of SGLang"),
+        ("override", sglang_contract.override_differences(), f"all {len(compat.OVERRIDES)} methods are as expected"),
+    ):
+        yield from (Finding(what, line, "fail") for line in different)
+        if not different:
+            yield Finding(f"{what}s", right)
     for module in ("dsv4_sglang.srt.attention.backend", "dsv4_sglang.srt.models.deepseek_v4"):
         importlib.import_module(module)
         yield Finding("import", module)
-    right = f"all {len(compat.OVERRIDES)} private methods of SGLang are as expected"
-    yield from _differences("override", sglang_contract.override_differences(), right)
 
 
 def self_test(gpu: bool) -> Iterator[Finding]:
@@ -187,9 +174,7 @@ CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (
     compiler,
     extension,
     plugin,
-    hooks,
-    flags,
-    server_classes,
+    sglang_contract,
     self_test,
 )
 

@@ -135,14 +135,9 @@ class Endpoint:
         Raises:
             RequestError: The server returned an error.
             RuntimeError: The server does not present the expected certificate.
-            ValueError: `url` is not a valid address.
             OSError: The server did not respond, or the connection broke off.
         """
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https"):
-            raise ValueError(
-                f"{self.url!r} is not the address of a server; expected one such as http://127.0.0.1:30000"
-            )
         host, port = parts.hostname or "", parts.port
         if parts.scheme == "https":
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
@@ -170,11 +165,15 @@ class Endpoint:
         """Wait for the response to the request that was sent on `connection`."""
         return connection.getresponse()
 
+    def text(self, path: str, body: Any = None, timeout: float = REQUEST_SECONDS, method: str | None = None) -> str:
+        """Return the body of the response. Arguments and errors are those of `send`."""
+        with self.send(path, body, timeout, method) as response:
+            return response.read().decode(errors="replace")
+
     def request(self, path: str, body: Any = None, timeout: float = REQUEST_SECONDS, method: str | None = None) -> Any:
         """Return the body of the response, parsed if it is JSON, else as text. Arguments and errors are those of
         `send`."""
-        with self.send(path, body, timeout, method) as response:
-            text = response.read().decode(errors="replace")
+        text = self.text(path, body, timeout, method)
         try:
             return json.loads(text)
         except json.JSONDecodeError:

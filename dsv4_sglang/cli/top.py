@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4_sglang.cli.client import SGLANG_PREFIX, Server, samples
+from dsv4_sglang.cli.client import SGLANG_PREFIX, Server, errors_in_one_line, samples
 from dsv4_sglang.srt.integration.metrics import EVICTED, HIT, MISS, PREFIX, RANK_LABEL, REASONS, SOURCES
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # Timeout of a request for /metrics, in seconds. After it the server counts as not running.
 SECONDS = 10.0
 NONE = "-"
+BUILD_INFO = f"{PREFIX}build_info"
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,20 @@ class Page:
 
     @classmethod
     def read(cls, server: Server, before: Page | None = None) -> Page:
-        """Read /metrics. Raises RuntimeError if this package's metrics are missing, and the errors of
-        `Server.metrics`."""
+        """Read /metrics. Raises ValueError if it is not a Prometheus page, RuntimeError if this package's metrics are
+        missing, and the errors of `Server.metrics`."""
         values: dict[tuple[str, str, str], float] = {}
-        for sample in samples(server.metrics(SECONDS)):
+        try:
+            page = [*samples(server.metrics(SECONDS))]
+        except ValueError as error:
+            raise ValueError(f"{server.url} is not the address of a server: {error}") from None
+        for sample in page:
             labels = dict(sample.labels)
             rank = labels.pop(RANK_LABEL, "0")
             if "le" not in labels:
                 value = next(iter(labels.values()), "") if sample.name.startswith(PREFIX) else ""
                 values[sample.name, rank, value] = sample.value
-        if not any(name.startswith(PREFIX) for name, _, _ in values):
+        if not any(name == BUILD_INFO for name, _, _ in values):
             raise RuntimeError(f"the server at {server.url} runs without this package")
         return cls(time.monotonic(), values, before and Page(before.at, before.values))
 
@@ -55,7 +61,7 @@ class Page:
 
     @property
     def version(self) -> str:
-        return next(value for name, _, value in self.values if name == f"{PREFIX}build_info")
+        return next(value for name, _, value in self.values if name == BUILD_INFO)
 
     def get(self, name: str, rank: str, value: str | None = None) -> float | None:
         """Return the value of a metric on one rank; None if the server does not have it.
@@ -209,17 +215,5 @@ def top(
     The server needs --enable-metrics. SGLang updates requests and tokens every --decode-log-interval steps, and every
     30 seconds while it is idle.
     """
-    server = Server.at(url, api_key)
-    try:
-        _show(_frames(server, interval), once)
-        return
-    except KeyboardInterrupt:
-        raise typer.Exit() from None
-    except OSError as error:
-        reason = f"no server answers at {url}: {error}"
-    except ValueError as error:
-        reason = f"{url} is not the address of a server: {error}"
-    except RuntimeError as error:
-        reason = f"{error}; is the server started with --enable-metrics?"
-    typer.echo(f"dsv4-sglang top: {reason}", err=True)
-    raise typer.Exit(1)
+    with suppress(KeyboardInterrupt), errors_in_one_line("top", url):
+        _show(_frames(Server.at(url, api_key), interval), once)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields
-from dsv4_sglang.planner.stored_weights import expert_dtype
 
 # One config.json per released model, with its sizes.
 CONFIGS = Path(__file__).parent / "configs"
+RELEASED = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro"}
+# Tokens of a verify step with EAGLE 3/1/4.
+EAGLE_TOKENS = 4
 
 
 class Format(enum.Enum):
@@ -22,14 +24,6 @@ class Format(enum.Enum):
     BF16 = "bf16"
     FP8 = "fp8"  # e4m3 with an fp32 scale per 128 x 128 tile
     FP4 = "fp4"  # e2m1 with a one-byte scale per 32 values; experts only
-
-
-# By the dtype of the routed experts in a safetensors header. SGLang loads packed FP4 as bytes.
-EXPERT_FORMATS = {
-    **dict.fromkeys(("I8", "U8", "F4"), Format.FP4),
-    "F8_E4M3": Format.FP8,
-    "BF16": Format.BF16,
-}
 
 
 class DSparkHead(NamedTuple):
@@ -41,43 +35,42 @@ class DSparkHead(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its name, the value of `--model-path`, and the text of its config.json.
-
-    `stored_experts` is the format of the routed experts in the checkpoint, or None without a checkpoint.
-    """
+    """A model: its name, the value of `--model-path`, and the text of its config.json."""
 
     name: str
     path: str
     text: str
-    stored_experts: Format | None = None
 
     @classmethod
-    def flash(cls) -> Model:
-        """Return DeepSeek-V4-Flash as released: 284 B parameters."""
-        return cls._released("DeepSeek-V4-Flash")
+    def of(cls, given: str) -> Model:
+        """Return the model that the option --model names: a released model, a config.json or its folder.
 
-    @classmethod
-    def pro(cls) -> Model:
-        """Return DeepSeek-V4-Pro as released: 1.6 T parameters."""
-        return cls._released("DeepSeek-V4-Pro")
-
-    @classmethod
-    def _released(cls, name: str) -> Model:
-        return cls(name, f"deepseek-ai/{name}", (CONFIGS / f"{name}.json").read_text())
+        Raises:
+            ValueError: there is no such file, or it is not the config of a DeepSeek-V4 model.
+        """
+        if name := RELEASED.get(given):
+            return cls(name, f"deepseek-ai/{name}", (CONFIGS / f"{name}.json").read_text())
+        path = Path(given)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"--model {given!r} is no file; expected flash, pro, or a config.json or its folder")
+        try:
+            return cls.from_file(path)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error.args[0]}") from None
 
     @classmethod
     def from_file(cls, path: Path) -> Model:
-        """Read a config.json and, if the folder has weights, the format of the routed experts.
+        """Read a config.json.
 
         Raises:
-            KeyError, TypeError, ValueError: The config is not one of a DeepSeek-V4 model, or the format of the experts
-                is unknown.
+            KeyError, TypeError, ValueError: The config is not one of a DeepSeek-V4 model.
         """
         text = path.read_text()
         values: Any = json.loads(text)
         if not isinstance(values, dict):
             raise TypeError(f"{path} holds {type(values).__name__}; expected an object")
-        model = cls(path.parent.resolve().name, str(path.parent), text, _stored_experts(path.parent))
+        model = cls(path.parent.resolve().name, str(path.parent), text)
         fields = Fields(values)
         if model.quantised and (method := fields.mapping("quantization_config").get("quant_method")) != "fp8":
             raise ValueError(f"config field 'quantization_config.quant_method' is {method!r}; expected 'fp8'")
@@ -102,29 +95,20 @@ class Model:
 
     @property
     def experts(self) -> Format:
-        """The format of the routed experts: that of the checkpoint, or without one that of the released models."""
-        if self.stored_experts is not None:
-            return self.stored_experts
+        """The format of the routed experts in the released models, or bf16 if the model is not quantised."""
         return Format.FP4 if self.quantised else Format.BF16
 
     @property
-    def expert_width(self) -> int:
-        return int(self.values["moe_intermediate_size"])
-
-    @property
     def dspark(self) -> DSparkHead | None:
-        """The DSPARK head, which a checkpoint has instead of a NextN layer. None without one."""
+        """The DSPARK head, which a model has instead of a NextN layer. None without one."""
         fields = Fields(self.values)
         if not fields.get("dspark_target_layer_ids"):
             return None
         return DSparkHead(len(fields.integers("dspark_target_layer_ids")), fields.integer("dspark_block_size"))
 
-
-def _stored_experts(folder: Path) -> Format | None:
-    if (dtype := expert_dtype(folder)) is None:
-        return None
-    if dtype not in EXPERT_FORMATS:
-        raise ValueError(
-            f"the routed experts in {folder} are {dtype}; expected one of {', '.join(EXPERT_FORMATS)} (give --experts)"
-        )
-    return EXPERT_FORMATS[dtype]
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens of a verify step with default flags; 0: the model cannot draft."""
+        if self.dspark:
+            return self.dspark.block + 1
+        return EAGLE_TOKENS if self.config.num_nextn_predict_layers else 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.planner.ask_sglang import REJECTIONS, in_tree_capacity
 from dsv4_sglang.planner.choice import ENTRY_DTYPES, Choice
 from dsv4_sglang.planner.gpus import BEFORE_WEIGHTS, BESIDE_WEIGHTS
-from dsv4_sglang.planner.in_tree_capacity import REJECTIONS, in_tree_capacity
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes, token_table_bytes
 from dsv4_sglang.planner.weights import count_weights
 from dsv4_sglang.srt.integration import compat
@@ -68,21 +68,12 @@ class Plan:
         """The whole memory of a GPU. Graphs and reserve are outside of `--mem-fraction-static`."""
         layout, demand = self.layout, self.demand
         blocks = sum(part.bytes for part in layout.block_parts(self.tokens // BLOCK + 1))  # with SGLang's dummy
+        slots = (demand.slots + 1) * layout.slot_bytes  # with SGLang's dummy
         parts = [
             *(Part("weights", name, size, "computed") for name, size in self.weights.items()),
             Part("weights", "loaded beside them", BESIDE_WEIGHTS, "fitted to runs"),
-            Part(
-                "state slots",
-                f"{demand.running} requests, {demand.staging} staging",
-                (demand.slots + 1) * layout.slot_bytes,
-                "computed",
-            ),
-            Part(
-                "snapshots",
-                f"{demand.snapshots} snapshots",
-                demand.snapshots * layout.snapshot_bytes,
-                "computed",
-            ),
+            Part("state slots", f"{demand.running} requests, {demand.staging} staging", slots, "computed"),
+            Part("snapshots", f"{demand.snapshots} snapshots", demand.snapshots * layout.snapshot_bytes, "computed"),
             Part("blocks", f"{self.tokens // BLOCK} blocks of {BLOCK} tokens", blocks, "computed"),
             Part("graphs", "CUDA graphs of decode", graph_bytes(self.choice), "SGLang's estimate"),
             Part("graphs", "CUDA graphs of prefill steps", prefill_graph_bytes(self.choice), "upper bound"),
@@ -97,10 +88,10 @@ class Plan:
         """Tokens of SGLang's own cache in all processes with the same flags and memory, None if SGLang rejects them."""
         choice = self.choice
         try:
-            held = in_tree_capacity(choice.model.text, self.available_gib, **choice.sglang_fields()).tokens
+            held = in_tree_capacity(choice.model.text, self.available_gib, **choice.sglang_fields())
         except REJECTIONS:
             return None
-        return held * self.replicas
+        return held.tokens * self.replicas
 
     def notes(self) -> Iterator[str]:
         """Yield the disadvantages of the choice."""
@@ -136,7 +127,7 @@ def plan(choice: Choice) -> Plan:
     Raises:
         ValueError: the weights, the slots or one request of the context length do not fit. The message says what to do.
     """
-    counted = count_weights(choice.model, choice.split, choice.experts)
+    counted = count_weights(choice.model, choice.experts, choice.tp, choice.dp)
     weights, until_shared = dict(counted.parts), 0
     if choice.draft_tokens and counted.draft is not None:
         weights[counted.draft.name], until_shared = counted.draft.layer, counted.draft.until_shared
@@ -178,13 +169,14 @@ def _too_large(choice: Choice, loaded: int, before: int) -> str:
     )
     if loaded / before < 0.9:
         return f"{text}. Raise --mem-fraction-static above {math.ceil(loaded / before * 1000) / 1000:g}"
-    larger = next((n for n in (2, 4, 8) if n > choice.tp and _fits(choice, n)), None)
-    return f"{text}. {'Take larger GPUs' if larger is None else f'What fits: --count {larger}'}"
+    larger = (n for n in (2, 4, 8) if n > choice.tp and isinstance(attempt(choice, count=n, tp=n), Plan))
+    fitting = next(larger, None)
+    return f"{text}. {'Take larger GPUs' if fitting is None else f'What fits: --count {fitting}'}"
 
 
-def _fits(choice: Choice, count: int) -> bool:
+def attempt(choice: Choice, **changes: Any) -> Plan | str:
+    """Return the plan of a choice with other fields, or the reason why there is none."""
     try:
-        plan(choice.gpus(count))
-    except ValueError:
-        return False
-    return True
+        return plan(replace(choice, **changes))
+    except ValueError as error:
+        return str(error)

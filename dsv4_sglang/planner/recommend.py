@@ -1,14 +1,14 @@
-"""Recommend a server configuration for a model, given GPUs and a goal."""
+"""Other configurations: those that differ from a choice in one option, and the best one for a goal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import MOST_GPUS
-from dsv4_sglang.planner.neighbours import DRAFT_TOKENS
-from dsv4_sglang.planner.plan import Plan, plan
+from dsv4_sglang.planner.plan import Plan, attempt
 from dsv4_sglang.srt.integration import compat
 
 GOALS = {
@@ -26,6 +26,34 @@ REQUESTS_OF_A_RANK = 128
 MEMORY_FRACTIONS = (0.85, 0.8, 0.88, 0.9)
 
 
+def neighbours(choice: Choice) -> Iterator[tuple[str, Choice]]:
+    """Yield the next smaller and larger choices of each option, with the change as a label.
+
+    A server accepts their flags, but some may not fit into the memory.
+    """
+    running = [choice.running // 2, choice.running * 2]
+    fractions = [round(choice.mem_fraction + change, 4) for change in (-0.05, 0.05)]
+    kv_cache_dtype = "auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16"
+    drafts = 0 if choice.draft_tokens else choice.model.draft_tokens
+    sizes = [size for size in (choice.tp // 2, choice.tp * 2) if 1 <= size <= MOST_GPUS]
+    changes: list[tuple[str, dict[str, Any]]] = [
+        *((f"--max-running-requests {requests}", {"running": requests}) for requests in running),
+        *((f"--mem-fraction-static {fraction:.2f}", {"mem_fraction": fraction}) for fraction in fractions),
+        (f"--kv-cache-dtype {kv_cache_dtype}", {"kv_cache_dtype": kv_cache_dtype}),
+        (f"--speculative-num-draft-tokens {drafts}" if drafts else "no speculation", {"draft_tokens": drafts}),
+        *((f"--dp {ranks}", {"dp": ranks}) for ranks in (1, choice.tp)),
+        *((f"--tp {size}", {"tp": size}) for size in sizes),
+        *((f"--count {size}", {"count": size, "tp": size}) for size in sizes if choice.count == choice.tp),
+    ]
+    for label, changed in changes:
+        try:
+            other = replace(choice, **changed)
+        except ValueError:
+            continue
+        if other != choice:
+            yield label, other
+
+
 def recommend(choice: Choice, goal: str) -> Plan:
     """Return the recommended plan for a goal.
 
@@ -38,54 +66,29 @@ def recommend(choice: Choice, goal: str) -> Plan:
     """
     found: list[Plan] = []
     reasons: list[str] = []
-    for tp, dp in _splits(choice.count, goal):
-        try:
-            found.append(_with_room(choice, goal, tp, dp))
-        except ValueError as error:
-            reasons.append(str(error))
+    for split in _splits(choice, goal):
+        tried = [attempt(choice, **split, mem_fraction=fraction) for fraction in MEMORY_FRACTIONS]
+        if fitting := [plan for plan in tried if isinstance(plan, Plan)]:
+            found.append(next((plan for plan in fitting if plan.has_room_for_activations), fitting[0]))
+        else:
+            reasons.append(str(tried[-1]))
     if not found:
         raise ValueError(reasons[0])
     if goal == "latency":
-        return max(found, key=lambda made: made.choice.tp)
+        return found[0]  # on the most GPUs
     if goal == "long-context":
         return max(found, key=lambda made: (made.at_once, made.total_tokens))
     return max(found, key=lambda made: made.total_tokens)
 
 
-def _with_room(choice: Choice, goal: str, tp: int, dp: int) -> Plan:
-    """Return the plan of one split, with the first memory fraction that fits and leaves room for activations.
-
-    If none leaves room, take the first that fits. Raises ValueError if none fits.
-    """
-    found: list[Plan] = []
-    reasons: list[ValueError] = []
-    for fraction in MEMORY_FRACTIONS:
-        try:
-            found.append(plan(_for_goal(replace(choice, tp=tp, dp=dp, mem_fraction=fraction, running=dp), goal)))
-        except ValueError as error:
-            reasons.append(error)
+def _splits(choice: Choice, goal: str) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each split of the GPUs with the requests and drafts for the goal, the most GPUs first."""
+    for tp in (tp for tp in range(min(choice.count, MOST_GPUS), 0, -1) if choice.count % tp == 0):
+        if goal == "latency":
+            yield {"tp": tp, "dp": 1, "running": LATENCY_REQUESTS, "draft_tokens": choice.model.draft_tokens}
             continue
-        if found[-1].has_room_for_activations:
-            return found[-1]
-    if not found:
-        raise reasons[-1]
-    return found[0]
-
-
-def _splits(count: int, goal: str) -> Iterator[tuple[int, int]]:
-    """Yield (GPUs of a server, ranks of DP attention), the most GPUs first."""
-    for tp in (tp for tp in range(min(count, MOST_GPUS), 0, -1) if count % tp == 0):
-        yield tp, 1
-        if goal != "latency" and compat.SERVES_DP_ATTENTION:
-            yield from ((tp, dp) for dp in range(2, tp + 1) if tp % dp == 0)
-
-
-def _for_goal(split: Choice, goal: str) -> Choice:
-    if goal == "latency":
-        head = split.model.dspark
-        drafts = head.block + 1 if head else DRAFT_TOKENS if split.model.config.num_nextn_predict_layers else 0
-        return replace(split, running=LATENCY_REQUESTS, draft_tokens=drafts)
-    if goal == "throughput":
-        requests = REQUESTS_OF_A_RANK * split.dp if split.dp > 1 else THROUGHPUT_REQUESTS
-        return replace(split, running=requests)
-    return replace(split, running=REQUESTS_OF_A_RANK * split.dp, request=split.served_context)
+        for dp in range(1, tp + 1 if compat.SERVES_DP_ATTENTION else 2):
+            running = THROUGHPUT_REQUESTS if goal == "throughput" and dp == 1 else REQUESTS_OF_A_RANK * dp
+            request = choice.served_context if goal == "long-context" else choice.request
+            if tp % dp == 0:
+                yield {"tp": tp, "dp": dp, "running": running, "request": request}

@@ -31,35 +31,24 @@ GROUPS = (
 OTHERS = "routers, norms, streams"
 
 
-class Split(NamedTuple):
-    """Parallel configuration: `tp` processes in `dp` replicas of the attention and its cache (1: no DP attention)."""
-
-    tp: int
-    dp: int = 1
-
-    @property
-    def attention(self) -> int:
-        """Number of processes that share a request."""
-        return self.tp // self.dp
-
-
-def check_split(model: Model, split: Split) -> None:
-    """Raise ValueError if SGLang cannot shard this model's matrices with this split."""
+def check_split(model: Model, tp: int, dp: int) -> None:
+    """Raise ValueError if SGLang cannot shard this model's matrices over `tp` processes in `dp` replicas of the
+    attention."""
     config = model.config
-    if split.tp % split.dp:
-        raise ValueError(f"--dp {split.dp} does not divide --tp {split.tp}")
+    if tp % dp:
+        raise ValueError(f"--dp {dp} does not divide --tp {tp}")
     for what, number in (("attention heads", config.num_attention_heads), ("groups of output heads", config.o_groups)):
-        if number % split.attention:
+        if number % (tp // dp):
             fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
             raise ValueError(
-                f"--tp {split.tp} with --dp {split.dp} splits attention over {split.attention} GPUs, which does not "
+                f"--tp {tp} with --dp {dp} splits attention over {tp // dp} GPUs, which does not "
                 f"divide the {number} {what} of {model.name}; --tp / --dp may be {fitting}"
             )
-    tile = FP8_TILE if model.quantised else 1
-    if model.expert_width % (split.tp * tile):
+    tile, width = FP8_TILE if model.quantised else 1, model.values["moe_intermediate_size"]
+    if width % (tp * tile):
         raise ValueError(
-            f"--tp {split.tp} gives each GPU {model.expert_width / split.tp:g} of the {model.expert_width} columns of "
-            f"an expert; expected a multiple of {tile}: give a smaller --tp"
+            f"--tp {tp} gives each GPU {width / tp:g} of the {width} columns of an expert; expected a multiple of "
+            f"{tile}: give a smaller --tp"
         )
 
 
@@ -89,22 +78,19 @@ class Weights:
 
 
 @cache
-def count_weights(model: Model, split: Split, experts: Format) -> Weights:
-    """Build the model of the first process of `split` on the meta device and count the bytes of its parameters.
+def count_weights(model: Model, experts: Format, tp: int = 1, dp: int = 1) -> Weights:
+    """Build the model of a server's first process on the meta device and count the bytes of its parameters.
 
     Args:
         model: Model to count.
-        split: Parallel configuration.
         experts: Format of the routed experts.
+        tp: Processes of the server. `check_split` accepts them.
+        dp: Replicas of the attention and its cache (1: no DP attention).
 
     Returns:
         Bytes on one GPU.
-
-    Raises:
-        ValueError: SGLang cannot shard this model's matrices with this split.
     """
-    check_split(model, split)
-    built, draft = _built(model, split, experts)
+    built, draft = _built(model, experts, tp, dp)
     tables = _rope_tables(built)
     parts = {**_parameter_bytes(built), "RoPE tables": sum(tables.values())}
     if draft is None:
@@ -116,14 +102,10 @@ def count_weights(model: Model, split: Split, experts: Format) -> Weights:
     return Weights(tuple(parts.items()), DraftWeights(name, sum(drafts.values()) + own_tables, until_shared))
 
 
-def _built(model: Model, split: Split, experts: Format) -> tuple[Any, Any]:
+def _built(model: Model, experts: Format, tp: int, dp: int) -> tuple[Any, Any]:
     """Return the served model and its draft model (None if there is none), built on the meta device."""
     server_args, _, config = resolved_flags(
-        model.text,
-        tp_size=split.tp,
-        dp_size=split.dp,
-        enable_dp_attention=split.dp > 1,
-        disable_shared_experts_fusion=True,
+        model.text, tp_size=tp, dp_size=dp, enable_dp_attention=dp > 1, disable_shared_experts_fusion=True
     )
     import torch
     from sglang.srt.layers.quantization.fp8 import Fp8Config
@@ -139,14 +121,13 @@ def _built(model: Model, split: Split, experts: Format) -> tuple[Any, Any]:
         quantisation.is_fp4_experts = experts is Format.FP4
     drafting = DeepseekV4ForCausalLMDSpark if model.dspark else DeepseekV4ForCausalLMNextN
     with (
-        compat.published(server_args, split.tp, split.dp),
+        compat.published(server_args, tp, dp),
         compat.fp8_output_projection(model.quantised),
         set_default_torch_dtype(torch.bfloat16),
         torch.device("meta"),
     ):
         built = DeepseekV4ForCausalLM(config.hf_config, quantisation)
-        has_draft = model.dspark is not None or model.config.num_nextn_predict_layers > 0
-        return built, drafting(config.hf_config, quantisation) if has_draft else None
+        return built, drafting(config.hf_config, quantisation) if model.draft_tokens else None
 
 
 def _parameter_bytes(module: Any) -> dict[str, int]:
