@@ -10,12 +10,11 @@ import http.client
 import json
 import math
 import os
-import re
 import select
 import shlex
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -168,12 +167,6 @@ class Server(Endpoint):
         assert got.cached == 0
         return got
 
-    def cold_all(self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8) -> list[Generated]:
-        """Send all prompts at once, each without a prefix hit, even if the prompts share prefixes."""
-        counts = [count] * len(prompts) if isinstance(count, int) else count
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(self.cold, prompts, counts))
-
     def score(self, prompt: Sequence[int], tokens: Sequence[int], **fields: Any) -> Generated:
         """Return log p of `tokens` after `prompt`, teacher-forced: the tokens are computed as a prompt.
 
@@ -236,25 +229,8 @@ class Server(Endpoint):
             self.get("/server_info")
 
     def retractions(self) -> int:
-        """Return the number of retractions for lack of memory in the log.
-
-        Each process of a rank logs all of its rank.
-        """
-        lines = [line for line in self.log_text().splitlines() if "Retract requests" in line]
-        said = Counter((*re.findall(r" (DP\d+|TP\d+)(?=[ \]])", line),) for line in lines)
-        of_ranks: dict[str, int] = {}
-        for tags, times in said.items():
-            rank = next((tag for tag in tags if tag.startswith("DP")), "")
-            of_ranks[rank] = max(of_ranks.get(rank, 0), times)
-        return sum(of_ranks.values())
-
-    def retracted(self) -> tuple[float, float]:
-        """Return the number of requests retracted for lack of memory and the number of their prompt tokens.
-
-        Each retraction counts. Needs --enable-metrics.
-        """
-        counted = self.metrics("sglang:num_retracted_")
-        return counted.get("requests", 0), counted.get("input_tokens", 0)
+        """Return the number of retractions for lack of memory in the log, summed over the processes."""
+        return self.log_text().count("Retract requests")
 
     def kill(self) -> None:
         """Kill all processes of the server at once."""
@@ -309,15 +285,6 @@ def empty_device(server: Server) -> None:
     server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
-def wait_for_pages(server: Server, folder: Path, count: int) -> None:
-    """Wait until SGLang's thread has written `count` pages to a storage of files after the answer."""
-    progress = Progress(server.process)
-    while len(list(folder.glob("*.bin"))) < count:
-        progress.check()
-        time.sleep(POLL_SECONDS / 10)
-    assert len(list(folder.glob("*.bin"))) == count
-
-
 def on_rank(rank: int) -> dict[str, int]:
     """Return the request field that selects a rank of DP attention."""
     return {"routed_dp_rank": rank}
@@ -344,6 +311,10 @@ def ends(server: Server) -> Iterator[list[psutil.Process]]:
         server.get("/server_info")
 
 
+def schedulers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if any("scheduler" in word for word in process.cmdline())]
+
+
 def one_core_each(processes: int) -> str:
     """Return SGLANG_CPU_OMP_THREADS_BIND for this number of processes.
 
@@ -362,6 +333,17 @@ def make_way(server: Server) -> Server:
         if any("data_parallel_controller" in word for word in process.cmdline()):
             process.nice(19)
     return server
+
+
+def only(*names: str) -> pytest.MarkDecorator:
+    """Run a test on the servers of these names only, where the fixture `name` has a server for each parameter."""
+    return pytest.mark.parametrize("name", names, indirect=True, scope="module")
+
+
+def skip_without_gpus(name: str) -> None:
+    """Skip the servers with "two" in their names on a machine with one GPU."""
+    if "two" in name and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from faulty_cache import FAULT_FILE, plugged
-from recorded_drafts import DRAFTS
-from recorded_prefills import SIZES, STEPS
 from server_harness import Server, make_way, one_core_each, running
+from server_plugin import plugged
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
@@ -52,32 +51,21 @@ def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """File whose content selects the fault in all servers that the module starts (faulty_cache.py)."""
-    folder = tmp_path_factory.mktemp("fault")
-    with plugged(folder, "faulty_cache", **{FAULT_FILE: str(folder / "fault")}):
-        yield folder / "fault"
+def plugin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of the plugin in all servers that the module starts (server_plugin.py).
 
-
-@pytest.fixture(scope="module")
-def recorded_steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Run prefill steps of up to RECORDED_TOKENS tokens like GPU graphs in the module's servers (recorded_prefills.py).
-
-    Returns the file that records the steps.
+    RECORDS of the module names the folders for what the plugin records. Prefill steps of up to GRAPH_TOKENS tokens run
+    like GPU graphs.
     """
-    folder = tmp_path_factory.mktemp("recorded_prefills")
-    sizes = ",".join(str(size) for size in (4, 16, 40, request.module.RECORDED_TOKENS))
-    with plugged(folder, "recorded_prefills", **{STEPS: str(folder / "steps"), SIZES: sizes}):
-        yield folder / "steps"
-        assert (folder / "steps").exists(), "no step was recorded"
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder with the drafts of the module's servers (recorded_drafts.py)."""
-    folder = tmp_path_factory.mktemp("drafts")
-    with plugged(tmp_path_factory.mktemp("recorder"), "recorded_drafts", **{DRAFTS: str(folder)}):
+    folder = tmp_path_factory.mktemp("plugin")
+    for name in getattr(request.module, "RECORDS", ()):
+        (folder / name).mkdir()
+    graph_tokens = getattr(request.module, "GRAPH_TOKENS", 0)
+    if graph_tokens:
+        (folder / "sizes").write_text(json.dumps([4, 16, 40, graph_tokens]))
+    with plugged(folder):
         yield folder
+        assert not graph_tokens or (folder / "steps").exists(), "no prefill step ran like a graph"
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +76,14 @@ def model(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(model: Path) -> Oracle:
-    return Oracle(model)
+    return Oracle(model, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Server with FLAGS, OPTIONS and ENVIRONMENT of the module.
 
-    A module whose server needs a plugin names its fixture in `usefixtures`.
+    A module whose server needs the plugin names the fixture in `usefixtures`.
     """
     flags, environment = request.module.FLAGS, dict(getattr(request.module, "ENVIRONMENT", {}))
     if "--tp-size" in flags:

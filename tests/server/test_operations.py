@@ -1,23 +1,31 @@
-"""Monitoring of a real server: metrics, `dsv4-sglang top`, and Prometheus with the rules and the dashboard."""
+"""Monitoring of a real server: KV events, metrics, `dsv4-sglang top`, and Prometheus with the rules and the dashboard.
+
+A mirror that follows the KV events equals the server's tree and predicts the prefix hits.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from kv_mirror import Mirror
 from liveness import Progress
 from rich.console import Console
-from server_harness import Server, prompt
+from server_harness import Server, prompt, running
+from sglang.srt.disaggregation.kv_events import KVEventBatch
+from typer.testing import CliRunner
 
-from dsv4_sglang.cli import client
+from dsv4_sglang.cli import app, client
 from dsv4_sglang.cli.top import Page, frame
 from dsv4_sglang.srt.integration.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
 from tools.draw_dashboard import ask, draw, panels, query
@@ -30,10 +38,114 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "2", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--decode-log-interval", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval": 512, "max_snapshots": 6}
+OPTIONS = {
+    "entry_format": "fp32",
+    "indexer_format": "fp32",
+    "snapshot_interval": 512,
+    "max_snapshots": 6,
+    "integrity_check": True,
+}
 WINDOW = "30m"
 # Prometheus drops a scrape that takes longer, and has no gauges until the next one.
 SCRAPE = "5s"
+
+
+class Router:
+    """Subscriber to the KV events of a server, with a mirror of its blocks."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self.mirror = endpoint, Mirror()
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._events = zmq.Context.instance().socket(zmq.SUB)
+        self._events.linger = self._events.rcvhwm = 0
+        self._events.connect(endpoint)
+        self._events.subscribe("")
+
+    def settled(self, server: Server) -> Mirror:
+        """Return the mirror once it equals the announced blocks of the server's tree.
+
+        The integrity check compares those with `announced_by_rule`.
+        """
+        server.wait_idle()
+        progress = Progress(server.process, server.log)
+        while True:
+            while self._events.poll(100):
+                *_, payload = self._events.recv_multipart()
+                self.mirror.apply(self._decoder.decode(payload).events)
+            (state,) = server.get("/server_info")["internal_states"]
+            (report,) = state["dsv4_sglang_integrity"]
+            assert not report["findings"], report["findings"]
+            if report["announced"] == self.mirror.totals():
+                return self.mirror
+            progress.check()
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Router:
+    """Router that listens before the server starts, so it misses no event."""
+    return Router(f"ipc://{tmp_path_factory.mktemp('events')}/events")
+
+
+@pytest.fixture(scope="module")
+def server(router: Router, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = json.dumps({"publisher": "zmq", "endpoint": router.endpoint})
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running(model, log, *FLAGS, "--kv-events-config", config, **OPTIONS) as server:
+        yield server
+
+
+def assert_predicted(
+    server: Server, router: Router, ids: list[int], predicted: int, cached: int | None = None, **fields: Any
+) -> None:
+    """Assert the hit that the mirror predicts for a prompt, and the hit that the server reports."""
+    assert router.settled(server).found(ids[:-1]) == predicted
+    assert server.generate(ids, 4, **fields).cached == (predicted if cached is None else cached)
+
+
+def test_a_router_believes_what_is_found(server: Server, router: Router) -> None:
+    """The prediction equals the hit for new, repeated and continued prompts."""
+    first = prompt(700, seed=1)
+    assert_predicted(server, router, first, 0)
+    assert_predicted(server, router, first, 640)
+    answer = server.generate(first, 90).tokens
+    assert_predicted(server, router, [*first, *answer, *prompt(40, seed=2)], 768)
+    assert router.settled(server).blocks["GPU"]
+
+
+def test_a_branch_is_found_once_its_snapshot_is_there(server: Server, router: Router) -> None:
+    """Before a branch has its own snapshot, the prediction is too high by less than the distance to the previous
+    one."""
+    trunk = prompt(900, seed=3)
+    server.generate(trunk, 1)
+    assert_predicted(server, router, [*trunk[:300], *prompt(300, seed=4)], 256, cached=0)
+    assert_predicted(server, router, [*trunk[:300], *prompt(300, seed=5)], 256)
+
+
+def test_evicted_blocks_are_withdrawn(server: Server, router: Router) -> None:
+    """Ten conversations exceed 16 blocks and 6 snapshots, on the device and on the host."""
+    removed = router.mirror.removed
+    prompts = [prompt(400 + 20 * i, seed=10 + i) for i in range(10)]
+    for ids in (*prompts, *prompts[::-1], *prompts[2:5]):
+        assert_predicted(server, router, ids, router.settled(server).found(ids[:-1]))
+    mirror = router.settled(server)
+    assert mirror.removed > removed, "no block was evicted, so the test checks nothing"
+    assert mirror.blocks["CPU_PINNED"]
+
+
+def test_tenants_are_not_announced(server: Server, router: Router) -> None:
+    ids = prompt(500, seed=40)
+    assert_predicted(server, router, ids, 0, extra_key="tenant")
+    assert_predicted(server, router, ids, 0, cached=384, extra_key="tenant")
+    assert_predicted(server, router, ids, 0)
+
+
+def test_a_flush_is_announced(server: Server, router: Router) -> None:
+    server.generate(prompt(300, seed=50), 1)
+    assert any(router.settled(server).blocks.values())
+    server.flush()
+    assert not any(router.settled(server).blocks.values())
+    assert router.mirror.cleared
+    assert_predicted(server, router, prompt(300, seed=50), 0)
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +205,6 @@ def load(server: Server, rounds: int) -> None:
             server.generate(prompt(140, seed=300 + i), 2)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dsv4_sglang.cli", *arguments], capture_output=True, text=True, cwd=ROOT
-    )
-
-
 def test_dashboard_and_rules(server: Server, prometheus: str, tmp_path: Path) -> None:
     """On a server that saves, loads and evicts, every dashboard query returns data and no alert rule fails."""
     load(server, 3)
@@ -150,11 +256,11 @@ def test_every_metric_is_published(server: Server) -> None:
 
 
 def test_top(server: Server) -> None:
-    shown = command("top", server.url, "--once")
-    assert shown.returncode == 0, shown.stderr
-    assert server.url in shown.stdout and "rank 0" in shown.stdout
+    shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert server.url in shown.output and "rank 0" in shown.output
     found = server.metrics()
-    lines = dict(line.rsplit("  ", 1) for line in shown.stdout.splitlines() if "  " in line.strip())
+    lines = dict(line.rsplit("  ", 1) for line in shown.output.splitlines() if "  " in line.strip())
     lines = {name.strip(): text.strip() for name, text in lines.items()}
     assert lines["tokens hit, host"] == f"{found['hit_tokens_host']:,.0f}"
     assert lines["snapshots"] == f"{found['snapshots']:.0f} of 6"
@@ -167,11 +273,9 @@ def test_top(server: Server) -> None:
 def test_top_shows_what_happens_now(server: Server) -> None:
     asked = client.Server.at(server.url)
     first = Page.read(asked)
-    ids = prompt(300, seed=200)
-    server.generate(ids, 1)
-    server.generate(ids, 1)
-    second = Page.read(asked, first)
+    for _ in range(2):
+        server.generate(prompt(300, seed=200), 1)
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(frame(second, asked.url))
+        console.print(frame(Page.read(asked, first), asked.url))
     assert re.search(r"hit rate now +42\.7 %", capture.get()), f"not 256 of 600 tokens: {capture.get()}"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recorded_drafts
-from faulty_cache import DRAFT_FAULT, broken, plugged
+from recorded_drafts import recorded
 from server_harness import DRAFTS, Server, greedy, prompt, running
+from server_plugin import broken
 from torch import Tensor
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
@@ -27,42 +27,28 @@ FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "-
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8")
 SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "EAGLE": ({"nextn": True}, DRAFTS),
-    "EAGLE, no graphs, no overlap": ({"nextn": True}, (*DRAFTS, "--disable-cuda-graph", "--disable-overlap-schedule")),
     "DSPARK": ({"dspark": 5}, ("--speculative-algorithm", "DSPARK")),
 }
-
-
-@pytest.fixture
-def drafts(tmp_path: Path) -> Path:
-    return tmp_path
+RECORDS = ("drafts",)
 
 
 @pytest.fixture(params=SERVERS)
-def server(
-    request: pytest.FixtureRequest,
-    fault: Path,
-    drafts: Path,
-    tiny: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest, plugin: Path, tiny: Callable[..., Path], tmp_path: Path) -> Iterator[Server]:
     model, more = SERVERS[request.param]
-    flags = (*FLAGS, *more)
-    recorder, log = tmp_path_factory.mktemp("recorder"), tmp_path_factory.mktemp("drafts") / "log"
-    with (
-        plugged(recorder, "recorded_drafts", **{recorded_drafts.DRAFTS: str(drafts)}),
-        running(tiny(seed=1, **model), log, *flags, cpu=False) as server,
-    ):
+    for file in (plugin / "drafts").iterdir():  # of the server before
+        file.unlink()
+    with running(tiny(seed=1, **model), tmp_path / "log", *FLAGS, *more, cpu=False) as server:
         yield server
 
 
 def visit(
-    server: Server, drafts: Path, prompts: Sequence[list[int]], name: str, cached: int
+    server: Server, plugin: Path, prompts: Sequence[list[int]], name: str, cached: int
 ) -> list[tuple[int, Tensor]]:
     """Send each prompt; return the first token of each answer and the draft model's output for it."""
     for i, ids in enumerate(prompts):
         answer = server.post("/generate", greedy(ids, 4, rid=f"{name} {i}"))
         assert answer["meta_info"]["cached_tokens"] == cached
-    first = {block.rid: block for block in recorded_drafts.recorded(drafts) if block.length == LENGTH}
+    first = {block.rid: block for block in recorded(plugin) if block.length == LENGTH}
     blocks = [first[f"{name} {i}"] for i in range(len(prompts))]
     return [(block.tokens[0], block.logits if block.streams is None else block.streams) for block in blocks]
 
@@ -74,14 +60,14 @@ def distance(ours: Sequence[tuple[int, Tensor]], theirs: Sequence[tuple[int, Ten
     return float(sum(same) / len(same))
 
 
-def test_the_draft_models_rings_come_back(server: Server, drafts: Path, fault: Path) -> None:
+def test_the_draft_models_rings_come_back(server: Server, plugin: Path) -> None:
     """Drafts after hits on device and host are as in cold steps; without the ring the distance is several times as
     large."""
     prompts = [prompt(LENGTH, seed=300 + i) for i in range(COUNT)]
     server.flush()
-    cold, warm = (visit(server, drafts, prompts, name, cached) for name, cached in (("cold", 0), ("warm", CACHED)))
-    with broken(fault, DRAFT_FAULT):
-        wrong = visit(server, drafts, prompts, "without", CACHED)
+    cold, warm = (visit(server, plugin, prompts, name, cached) for name, cached in (("cold", 0), ("warm", CACHED)))
+    with broken(plugin, "snapshots without the draft model's ring"):
+        wrong = visit(server, plugin, prompts, "without", CACHED)
     from_host = server.metrics()["hit_tokens_host"]
     apart = [distance(found, cold) for found in (warm, wrong)]
     print(f"{apart[0]:.5f} right, {apart[1]:.5f} without a ring, {from_host:.0f} tokens from the host")

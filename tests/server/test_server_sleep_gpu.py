@@ -20,14 +20,11 @@ FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-lengt
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--enable-memory-saver")
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-tokens", "262144")
 SERVERS: dict[str, tuple[str, ...]] = {
-    "fp8": ("--enable-weights-cpu-backup",),
     "fp8, host cache": HOST,
     "fp8, 3 drafts": (*DRAFTS, "--enable-weights-cpu-backup"),
     "bf16, no graphs, no overlap": (
-        "--kv-cache-dtype",
-        "bfloat16",
-        "--disable-cuda-graph",
-        "--disable-overlap-schedule",
+        *("--kv-cache-dtype", "bfloat16"),
+        *("--disable-cuda-graph", "--disable-overlap-schedule"),
     ),
 }
 OPTIONS = {"snapshot_interval": 512, "max_snapshots": 128}
