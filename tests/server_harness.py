@@ -37,6 +37,8 @@ from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_rea
 from dsv4_sglang.srt.integration import launch_command
 from dsv4_sglang.srt.integration.metrics import PREFIX
 
+# On a machine with a GPU all servers of the tests use it.
+CPU = not torch.cuda.is_available()
 # Timeouts of SGLang that end a server: for the other processes of its group, and for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
 # A host cache of four times the device's size. Servers of several test files use it.
@@ -242,20 +244,18 @@ class Server(Endpoint):
 
 
 @contextmanager
-def launched(
-    model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
-) -> Iterator[Process]:
+def launched(model: Path, log: Path, flags: Sequence[str], options: dict[str, Any]) -> Iterator[Process]:
     """Start the server's process in a new process group, and stop it at the end.
 
     On a GPU, DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
     """
-    if not cpu:
+    if not CPU:
         flags = [*flags, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))]
     overrides = json.dumps({launch_command.OPT_IN_KEY: options})
     command = launch_command.server_command(
-        str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=cpu
+        str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=CPU
     )
-    if cpu:
+    if CPU:
         process: Process = server_forkserver.start(command, log)
     else:
         with log.open("wb") as output:
@@ -267,11 +267,11 @@ def launched(
 
 
 @contextmanager
-def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: Any) -> Iterator[Server]:
+def running(model: Path, log: Path, *flags: str, **options: Any) -> Iterator[Server]:
     """Yield a server that answers. Fail with the end of its log if it ends or is stuck, at the start or later."""
     # An idle scheduler would occupy a core that the oracle needs.
     base = ["--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
-    with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options, cpu) as process:
+    with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options) as process:
         server, progress = Server(process, port, log), Progress(process, log)
         wait_ready(server, lambda: progress.check() is None, math.inf)
         yield server
@@ -324,26 +324,19 @@ def one_core_each(processes: int) -> str:
     return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
 
 
-def make_way(server: Server) -> Server:
-    """Return the server after lowering the priority of SGLang's DP controller, if it has one.
+def make_way(server: Server) -> None:
+    """Lower the priority of SGLang's DP controller, if the server has one.
 
     This process distributes requests to the ranks of DP attention and busy-waits on a core.
     """
     for process in psutil.Process(server.process.pid).children(recursive=True):
         if any("data_parallel_controller" in word for word in process.cmdline()):
             process.nice(19)
-    return server
 
 
 def only(*names: str) -> pytest.MarkDecorator:
-    """Run a test on the servers of these names only, where the fixture `name` has a server for each parameter."""
+    """Run a test of a module with SERVERS on these servers only."""
     return pytest.mark.parametrize("name", names, indirect=True, scope="module")
-
-
-def skip_without_gpus(name: str) -> None:
-    """Skip the servers with "two" in their names on a machine with one GPU."""
-    if "two" in name and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from disaggregation_harness import Disaggregated, a_pair, by, needs
-from server_harness import DRAFTS, Generated, assert_near, greedy, only, prompt, skip_without_gpus
+from server_harness import DRAFTS, Generated, assert_near, greedy, only, prompt
 from server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
@@ -24,7 +25,7 @@ HOST = ("--max-total-tokens", "8192", "--enable-hierarchical-cache", "--hicache-
 # 64 blocks, fewer than the requests need when they have grown.
 SMALL = ("--max-total-tokens", "8192", "--max-running-requests", "64", "--num-reserved-decode-tokens", "128")
 # Flags of both servers, of the prefill server and of the decode server.
-PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+SERVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "fp8": (("--chunked-prefill-size", "4096"), (), ()),
     "bf16, chunks of 256, no graphs, no overlap": (
         ("--chunked-prefill-size", "256", "--kv-cache-dtype", "bfloat16", *EAGER),
@@ -42,13 +43,6 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
 Asked = list[tuple[list[int], Generated]]
 
 
-@pytest.fixture(scope="module", params=PAIRS)
-def name(request: pytest.FixtureRequest) -> str:
-    skip_without_gpus("two servers")
-    needs("nixl")
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def model(name: str, tiny: Callable[..., Path]) -> Path:
     return tiny(seed=1, nextn="drafts" in name)
@@ -58,7 +52,10 @@ def model(name: str, tiny: Callable[..., Path]) -> Path:
 def servers(name: str, plugin: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
     """Start one pair after the other; `-k` selects some. Each server sees both GPUs because it maps the other's
     memory."""
-    both, prefill, decode = PAIRS[name]
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    needs("nixl")
+    both, prefill, decode = SERVERS[name]
     flags = (*COMMON, *by("nixl"), *both)
     if "--tp-size" not in both:
         decode = (*decode, "--base-gpu-id", "1")
@@ -67,7 +64,7 @@ def servers(name: str, plugin: Path, model: Path, tmp_path_factory: pytest.TempP
         patch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
         for wait in ("WAITING", "BOOTSTRAP"):
             patch.setenv(f"SGLANG_DISAGGREGATION_{wait}_TIMEOUT", "60")
-        with a_pair(model, tmp_path_factory.mktemp("apart"), flags, prefill, decode, cpu=False) as servers:
+        with a_pair(model, tmp_path_factory.mktemp("apart"), flags, prefill, decode) as servers:
             yield servers
 
 

@@ -22,7 +22,7 @@ from dsv4_sglang.srt.integration import compat
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 CHUNK = 128
-MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64, "dspark": 5}
+MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--enable-metrics")
 FLAGS += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
 FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_through_selective")

@@ -7,7 +7,7 @@ test_server_drafts_gpu.py checks the rings of the stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,8 +20,6 @@ from server_harness import (
     greedy,
     only,
     prompt,
-    running,
-    skip_without_gpus,
 )
 
 from benchmarks.reference.oracle import KVFormat, Oracle
@@ -30,25 +28,22 @@ from dsv4_sglang.srt.integration import compat
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
-COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192")
-COMMON += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")
-FORMATS = {"fp8": (), "bf16": ("--kv-cache-dtype", "bfloat16")}
-# Block size and additional flags. A name begins with the KV format.
-SERVERS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fp8, blocks of 5": (5, ("--chunked-prefill-size", "4096")),
+FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
+FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")
+FLAGS += ("--speculative-algorithm", "DSPARK")
+# A name begins with the KV format.
+SERVERS: dict[str, tuple[str, ...]] = {
+    "fp8, blocks of 5": ("--chunked-prefill-size", "4096"),
     "fp8, blocks of 5, no graphs, no overlap": (
-        5,
-        ("--chunked-prefill-size", "128", "--disable-cuda-graph", "--disable-overlap-schedule"),
+        *("--chunked-prefill-size", "128"),
+        *("--disable-cuda-graph", "--disable-overlap-schedule"),
     ),
-    "bf16, blocks of 7": (7, ("--chunked-prefill-size", "256")),
+    "bf16, blocks of 7": ("--chunked-prefill-size", "256", "--kv-cache-dtype", "bfloat16"),
     "fp8, blocks of 5, host cache": (
-        5,
-        (
-            *("--chunked-prefill-size", "4096", "--max-total-tokens", "8192", "--enable-metrics"),
-            *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
-        ),
+        *("--chunked-prefill-size", "4096", "--max-total-tokens", "8192"),
+        *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
     ),
-    "fp8, blocks of 5, two GPUs": (5, ("--chunked-prefill-size", "4096", "--tp-size", "2")),
+    "fp8, blocks of 5, two GPUs": ("--chunked-prefill-size", "4096", "--tp-size", "2"),
 }
 # Maximum distance of a token's log p from that of the oracle's best token, as in test_server_gpu.py.
 NEAR = {"fp8": 0.68, "bf16": 0.25}
@@ -57,22 +52,9 @@ GENERATED = 60
 BATCH = [prompt(n, seed) for seed in (0, 5) for n in LENGTHS][4:]
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def name(request: pytest.FixtureRequest) -> str:
-    skip_without_gpus(request.param)
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def model(name: str, tiny: Callable[..., Path]) -> Path:
-    return tiny(seed=1, dspark=SERVERS[name][0])
-
-
-@pytest.fixture(scope="module")
-def server(name: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = (*COMMON, *FORMATS[name.split(",")[0]], *SERVERS[name][1], "--speculative-algorithm", "DSPARK")
-    with running(model, tmp_path_factory.mktemp("dspark") / "log", *flags, cpu=False) as server:
-        yield server
+    return tiny(seed=1, dspark=7 if "blocks of 7" in name else 5)
 
 
 def generate(server: Server, ids: list[int], count: int = GENERATED) -> list[int]:

@@ -6,7 +6,7 @@ Answers are compared with the oracle, because kernels round depending on the bat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from server_harness import (
     only,
     prompt,
     running,
-    skip_without_gpus,
 )
 
 from benchmarks.reference.oracle import Oracle
@@ -34,9 +33,10 @@ pytestmark = [pytest.mark.server, pytest.mark.gpu]
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
 CONTEXT = 8192
-COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", str(CONTEXT))
-COMMON += ("--cuda-graph-max-bs-decode", "16", "--enable-metrics")
+FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", str(CONTEXT))
+FLAGS += ("--cuda-graph-max-bs-decode", "16", "--enable-metrics")
 INTERVAL = 512
+MODEL = {"seed": 1}
 OPTIONS = {"snapshot_interval": INTERVAL, "max_snapshots": 128}
 LARGE = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size")
 SERVERS: dict[str, tuple[str, ...]] = {
@@ -60,30 +60,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     ),
 }
 TWO_RANKS = "fp8, two ranks, 3 drafts"
-# Prefix hits depend on the rank. Tests that assume a single cache leave the second rank idle.
-FIELDS = {TWO_RANKS: on_rank(0)}
 Asked = list[tuple[list[int], Generated]]
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def name(request: pytest.FixtureRequest) -> str:
-    skip_without_gpus(request.param)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(name: str, tiny: Callable[..., Path]) -> Path:
-    """Return the model of a server. If it speculates, its checkpoint has a NextN layer and a different head."""
-    return tiny(seed=1, nextn="drafts" in name)
-
-
-@pytest.fixture(scope="module")
-def server(name: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start one server after the other; `-k` selects some, for parallel runs on several GPUs."""
-    log = tmp_path_factory.mktemp("gpu") / "log"
-    with running(model, log, *COMMON, *SERVERS[name], cpu=False, **OPTIONS) as server:
-        server.fields = FIELDS.get(name, {})
-        yield server
 
 
 @pytest.fixture
@@ -289,7 +266,7 @@ def test_graphs_keep_what_they_write_to(tiny: Callable[..., Path], tmp_path: Pat
     flags += ("--max-total-tokens", str(context + 65536), "--max-running-requests", "16")
     flags += ("--chunked-prefill-size", "4096")
     model, ids = tiny(seed=1, context=context), prompt(4000, seed=23)
-    with running(model, tmp_path / "log", *flags, cpu=False) as server:
+    with running(model, tmp_path / "log", *flags) as server:
         first = server.generate(ids, 16)
         server.flush()
         again = server.generate(ids, 16)

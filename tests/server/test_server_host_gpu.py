@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from server_harness import DRAFTS, Generated, Server, assert_as_cold, prompt, running, skip_without_gpus
+from server_harness import DRAFTS, Generated, Server, assert_as_cold, prompt, running
 from server_plugin import broken
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "8192")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8", "--schedule-conservativeness", "0.3")
 EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule", "--chunked-prefill-size", "256")
+POLICY = "--hicache-write-policy"
 SERVERS: dict[str, tuple[str, ...]] = {
-    "write_through": (),
-    "write_back, 3 drafts": DRAFTS,
-    "write_through_selective, no graphs, no overlap": EAGER,
-    "write_through, two GPUs": ("--tp-size", "2"),
+    "write_through": (POLICY, "write_through"),
+    "write_back, 3 drafts": (POLICY, "write_back", *DRAFTS),
+    "write_through_selective, no graphs, no overlap": (POLICY, "write_through_selective", *EAGER),
+    "write_through, two GPUs": (POLICY, "write_through", "--tp-size", "2"),
 }
+MODEL = {"seed": 1}
 OPTIONS = {"snapshot_interval": 512, "max_snapshots": 64}
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def server(
-    request: pytest.FixtureRequest, plugin: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    skip_without_gpus(request.param)
-    flags = (*FLAGS, "--hicache-write-policy", request.param.split(",")[0], *SERVERS[request.param])
-    log = tmp_path_factory.mktemp("host") / "log"
-    with running(tiny(seed=1, nextn="drafts" in request.param), log, *flags, cpu=False, **OPTIONS) as server:
-        yield server
 
 
 def test_conversations_beyond_the_device(server: Server) -> None:
@@ -111,13 +102,13 @@ def test_a_server_that_starts_again_finds_its_files(tiny: Callable[..., Path], t
         for kind in ("FILE", "NIXL"):
             patch.setenv(f"SGLANG_HICACHE_{kind}_BACKEND_STORAGE_DIR", str(folder))
         patch.setenv("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "POSIX")
-        with running(tiny(seed=1), tmp_path / "first", *flags, cpu=False, **OPTIONS) as server:
+        with running(tiny(seed=1), tmp_path / "first", *flags, **OPTIONS) as server:
             first = [server.generate(ids, 16) for ids in prompts]
             server.wait_idle()
             count = -1
             while count != (count := sum(path.is_file() for path in folder.rglob("*"))) or count < 4 * 12:
                 server.generate(prompt(5), 1)
-        with running(tiny(seed=1), tmp_path / "second", *flags, cpu=False, **OPTIONS) as server:
+        with running(tiny(seed=1), tmp_path / "second", *flags, **OPTIONS) as server:
             again = [server.generate(ids, 16) for ids in prompts]
             assert [got.cached for got in first + again] == [0] * 4 + [1408] * 4
             assert server.published()["hit_tokens_storage"] == 4 * 1408

@@ -30,7 +30,7 @@ from dsv4_sglang.srt.integration.server_context import GREEDY_ON_CPU
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
-MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
+MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += (
     *DRAFTS,
