@@ -66,13 +66,6 @@ def test_a_batch(servers: Disaggregated, oracle: Oracle) -> None:
     servers.wait_idle()
 
 
-def test_slots_are_counted(servers: Disaggregated) -> None:
-    """The decode server has slots for 4 running requests and 8 in transfer; the prefill server has none for
-    transfers."""
-    counted = "4 requests, 0 for the snapshots of a step, 8 for requests on their way"
-    assert counted in servers.log_text() and "on their way" not in servers.prefill.log_text()
-
-
 def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
     """On a prefix hit the prefill server resumes from a snapshot and also transfers the cached part."""
     ids = prompt(450, seed=3)
@@ -131,34 +124,6 @@ def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracl
     assert rejected.value.code == 500
     servers.wait_idle()
     assert_right(servers, oracle, prompt(130, seed=8))
-
-
-def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
-    """After 60 short requests, every tenth aborted, all blocks and slots are free."""
-
-    def one(i: int) -> None:
-        ids, count = prompt(1 + i % 20, seed=1000 + i), 1 + i % 3
-        if i % 10:
-            assert len(servers.generate(ids, count).tokens) == count
-            return
-        body = greedy(ids, 400, rid=f"aborted {i}", **servers.room())
-        both = servers.decode, servers.prefill
-        with ThreadPoolExecutor(2) as pool:
-            answers = [pool.submit(server.post, "/generate", body) for server in both]
-            progress = Progress(servers.process)
-            while not all(answer.done() for answer in answers):  # one of the servers may not have received it yet
-                for server in both:
-                    server.post("/abort_request", {"rid": body["rid"]})
-                progress.check()
-                time.sleep(0.05)
-        assert answers[0].exception() or answers[0].result()["meta_info"]["completion_tokens"] < 400
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(one, range(60)))
-    servers.wait_idle()
-    (load,) = servers.get("/v1/loads")["loads"]
-    assert load["num_used_tokens"] == 0, load
-    assert_right(servers, oracle, prompt(140, seed=40))
 
 
 @pytest.fixture

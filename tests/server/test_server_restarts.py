@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +19,9 @@ from liveness import POLL_SECONDS, STUCK_SECONDS, Progress
 from safetensors.torch import load_file
 from server_harness import BROKEN_OFF, Generated, Server, assert_same, empty_device, ends, prompt, running, schedulers
 from server_plugin import broken
-from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
+from sglang.srt.utils.common import MultiprocessingSerializer
 from typer.testing import CliRunner
 
-from benchmarks import ports
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.srt.integration import compat
@@ -168,49 +166,27 @@ def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Ended
     assert f"kept, in use: {7 * PAGES} files" in tool("clear", pages, "--yes")
 
 
-# Weight updates
+def by_disk(server: Server, model: Path) -> None:
+    assert server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})["success"]
 
 
-@contextmanager
-def session(server: Server) -> Iterator[None]:
-    """Context manager: open the weight update session that SGLang 0.5.23 requires."""
-    if compat.IS_0_5_23:
-        assert server.post("/begin_weight_update", {})["success"]
-    yield
-    if compat.IS_0_5_23:
-        assert server.post("/end_weight_update", {})["success"]
-
-
-def by_tensors(server: Server, weights: dict[str, torch.Tensor]) -> None:
+def by_tensors(server: Server, model: Path) -> None:
+    """Update in the session that SGLang 0.5.23 requires."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")  # by name, so that a different process can open it
+    weights = list(load_file(model / "model.safetensors").items())
+    body = {
+        "serialized_named_tensors": [MultiprocessingSerializer.serialize(weights, output_str=True)],
+        "flush_cache": False,
+    }
+    requests = [("/update_weights_from_tensor", body)]
+    if compat.IS_0_5_23:
+        requests = [("/begin_weight_update", {}), *requests, ("/end_weight_update", {})]
     try:
-        tensors = MultiprocessingSerializer.serialize(list(weights.items()), output_str=True)
-        body = {"serialized_named_tensors": [tensors], "flush_cache": False}
-        assert server.post("/update_weights_from_tensor", body)["success"]
+        for path, body in requests:
+            assert server.post(path, body)["success"], path
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
-
-
-def by_broadcast(server: Server, weights: dict[str, torch.Tensor]) -> None:
-    """Broadcast the weights from this process, which is rank 0 of the group."""
-    name = "new weights"
-    with ports.reserved() as port, ThreadPoolExecutor(1) as pool:
-        at = {"master_address": "127.0.0.1", "master_port": port, "group_name": name, "backend": "gloo"}
-        joined = pool.submit(server.post, "/init_weights_update_group", {**at, "rank_offset": 1, "world_size": 2})
-        address = f"tcp://127.0.0.1:{port}"
-        group = init_custom_process_group("gloo", address, world_size=2, rank=0, group_name=name)
-        assert joined.result()["success"]
-        body: dict[str, Any] = {"names": list(weights), "group_name": name, "flush_cache": False}
-        body["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
-        body["shapes"] = [list(tensor.shape) for tensor in weights.values()]
-        updated = pool.submit(server.post, "/update_weights_from_distributed", body)
-        for tensor in weights.values():
-            torch.distributed.broadcast(tensor, src=0, group=group)
-        assert updated.result()["success"]
-        left = pool.submit(server.post, "/destroy_weights_update_group", {"group_name": name})
-        torch.distributed.destroy_process_group(group)
-        assert left.result()["success"]
 
 
 def test_new_weights_over_http_leave_nothing(
@@ -220,13 +196,12 @@ def test_new_weights_over_http_leave_nothing(
 
     The second update restores the original weights by a different route.
     """
-    for send, seed in ((by_tensors, 9), (by_broadcast, 0)):
+    for send, seed in ((by_disk, 9), (by_tensors, 0)):
         assert restarted.generate(PROMPT).cached == FOUND
         restarted.wait_idle()
         old = set(pages.glob("*.bin"))
         assert old, "the storage has no page"
-        with session(restarted):
-            send(restarted, load_file(tiny(**{**MODEL, "seed": seed}) / "model.safetensors"))
+        send(restarted, tiny(**{**MODEL, "seed": seed}))
         assert not old & set(pages.glob("*.bin")), "files of the old weights"
         got = restarted.generate(PROMPT)
         assert got.cached == 0, send

@@ -32,15 +32,8 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
-FLAGS += (
-    *DRAFTS,
-    "--chunked-prefill-size",
-    "128",
-    "--enable-metrics",
-    *HOST_CACHE,
-    "--hicache-write-policy",
-    "write_back",
-)
+FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics")
+FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_back")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
 RECORDS, GRAPH_TOKENS = ("drafts",), 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
