@@ -43,6 +43,8 @@ CPU = not torch.cuda.is_available()
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
 # A host cache of four times the device's size. Servers of several test files use it.
 HOST_CACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
+# Options of a cache without rounding.
+FP32 = {"entry_format": "fp32", "indexer_format": "fp32"}
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
 DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 # The prefill chunk of the oracle.

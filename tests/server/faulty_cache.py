@@ -11,7 +11,7 @@
   include this delay.
 - transfers between servers: "the last block stays behind", "the slot stays behind". With "the end of a prompt is held"
   a prefill server sends all but the last chunk, writes HOLDING to the file and waits until the file is deleted.
-- DeepSeek-V4.1: "snapshots with empty rings", "the entries of the next source", "candidates of nobody"
+- DeepSeek-V4.1: "snapshots with empty rings", "candidates of nobody"
 - snapshot registry: "a snapshot stays locked"
 - kernel launch, in the last process of a TP group only: "a kernel fails"
 """
@@ -70,18 +70,6 @@ def _select(original: Callable[..., None], step: Any, layer: int, *arguments: An
     if step.schedule[layer].within_candidates and fault() == "candidates of nobody":
         step._candidates = step._candidates.clamp(max=0)
     original(step, layer, *arguments)
-
-
-def _attend(original: Callable[..., Any], step: Any, layer: int, *arguments: Any) -> Any:
-    sources = [i for i, spec in enumerate(step.schedule) if spec.kv_source == i]
-    if step.schedule[layer].kv_source != sources[0] or fault() != "the entries of the next source":
-        return original(step, layer, *arguments)
-    pools = step.pools
-    step.pools = [pools[sources[1]] if i == sources[0] else pool for i, pool in enumerate(pools)]
-    try:
-        return original(step, layer, *arguments)
-    finally:
-        step.pools = pools
 
 
 def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, snapshots: Any, live: Any) -> None:
@@ -207,7 +195,6 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "dsv4_sglang.srt.attention.backend.HybridCacheBackend.forward": _forward,
     "dsv4_sglang.cache.state_cache.StateStorage.store": _store,
     "dsv4_sglang.cache.v41_step.V41Step.select": _select,
-    "dsv4_sglang.cache.v41_step.V41Step.attend": _attend,
     "dsv4_sglang.srt.prefix_cache.slots.SnapshotSlots.load_to_active": _load_to_active,
     "dsv4_sglang.srt.prefix_cache.policy.SnapshotRegistry.unlock": _unlock,
     "dsv4_sglang.srt.features.collectives.gather_from_copy": _gather,

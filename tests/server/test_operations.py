@@ -22,7 +22,7 @@ import zmq
 from kv_mirror import Mirror
 from liveness import STUCK_SECONDS, Progress
 from rich.console import Console
-from server_harness import Server, prompt, running
+from server_harness import FP32, Server, prompt, running
 from sglang.srt.disaggregation.kv_events import KVEventBatch
 from typer.testing import CliRunner
 
@@ -39,13 +39,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "2", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--decode-log-interval", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
-OPTIONS = {
-    "entry_format": "fp32",
-    "indexer_format": "fp32",
-    "snapshot_interval": 512,
-    "max_snapshots": 6,
-    "integrity_check": True,
-}
+OPTIONS = {**FP32, "snapshot_interval": 512, "max_snapshots": 6, "integrity_check": True}
 # Prometheus drops a scrape that takes longer, and has no gauges until the next one.
 SCRAPE = "5s"
 

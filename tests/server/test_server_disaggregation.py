@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,17 @@ import pytest
 from disaggregation_harness import Disaggregated, a_pair, by, long_timeouts, needs
 from faulty_cache import HOLDING
 from liveness import Progress
-from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, greedy, one_core_each, prompt, running
+from server_harness import (
+    DRAFTS,
+    FP32,
+    Server,
+    assert_oracle_chooses,
+    distances,
+    greedy,
+    one_core_each,
+    prompt,
+    running,
+)
 from server_plugin import broken
 
 from benchmarks import ports
@@ -28,7 +37,7 @@ from dsv4_sglang.cli.server import RequestError
 pytestmark = pytest.mark.server
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+OPTIONS = FP32
 FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-running-requests", "4")
 FLAGS += ("--chunked-prefill-size", "256", *by("mooncake_tcp"))
 # Decode server: nine blocks, one of which is reserved for tokens that a request still generates.
@@ -126,82 +135,34 @@ def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracl
     assert_right(servers, oracle, prompt(130, seed=8))
 
 
-@pytest.fixture
-def kill_in_transfer(plugin: Path) -> Iterator[Callable[[Server, Server], None]]:
-    """Hold the next prompt before its last chunk.
-
-    Yields a function that kills the second server as soon as the first one, the prefill server, holds the prompt.
-    """
-    with broken(plugin, "the end of a prompt is held"):
-
-        def kill(prefill: Server, killed: Server) -> None:
-            progress = Progress(prefill.process)
-            while (plugin / "fault").read_text() != HOLDING:
-                progress.check()
-                time.sleep(0.05)
-            killed.kill()
-            (plugin / "fault").unlink()
-
-        yield kill
-
-
-@pytest.fixture
-def another(model: Path, tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
-    """Return a function that starts an additional server in the given mode."""
-    numbers = count()
-
-    def start(mode: str, *flags: str) -> AbstractContextManager[Server]:
-        given = (*FLAGS, "--disaggregation-mode", mode, *flags)
-        return running(model, tmp_path / f"log {next(numbers)}", *given, **OPTIONS)
-
-    return start
-
-
 def test_the_prefill_server_is_killed(
-    servers: Disaggregated,
-    oracle: Oracle,
-    another: Callable[..., AbstractContextManager[Server]],
-    kill_in_transfer: Callable[[Server, Server], None],
+    servers: Disaggregated, oracle: Oracle, model: Path, plugin: Path, tmp_path: Path
 ) -> None:
-    """If the prefill server is killed during a transfer, the decode server frees the request and works with the next
-    one."""
+    """If the prefill server is killed before it has sent the last chunk, the decode server frees the request and works
+    with the next one."""
     ids = prompt(500, seed=41)
     with ports.reserved() as bootstrap:
-        flags = ("--max-total-tokens", "4096", "--disaggregation-bootstrap-port", str(bootstrap))
-        with another("prefill", *flags) as prefill, ThreadPoolExecutor(1) as pool:
+        flags = (*FLAGS, "--max-total-tokens", "4096", "--disaggregation-mode", "prefill")
+        flags += ("--disaggregation-bootstrap-port", str(bootstrap))
+        with running(model, tmp_path / "killed", *flags, **OPTIONS) as prefill, ThreadPoolExecutor(1) as pool:
             pair = Disaggregated(prefill, servers.decode, bootstrap)
             pair.rooms = servers.rooms
-            answer = pool.submit(pair.generate, ids, 8)
-            kill_in_transfer(prefill, prefill)
+            with broken(plugin, "the end of a prompt is held"):
+                answer = pool.submit(pair.generate, ids, 8)
+                progress = Progress(prefill.process)
+                while (plugin / "fault").read_text() != HOLDING:
+                    progress.check()
+                    time.sleep(0.05)
+                prefill.kill()
             with pytest.raises(RequestError) as rejected:
                 answer.result()
             assert rejected.value.code == 500 and "Lost connection with prefill" in rejected.value.text
             servers.decode.wait_idle()
-        with another("prefill", *flags) as prefill:
+        with running(model, tmp_path / "next", *flags, **OPTIONS) as prefill:
             pair = Disaggregated(prefill, servers.decode, bootstrap)
             pair.rooms = servers.rooms
             assert_right(pair, oracle, ids)
             pair.wait_idle()
-    assert_right(servers, oracle, ids)
-
-
-def test_the_decode_server_is_killed(
-    servers: Disaggregated,
-    oracle: Oracle,
-    another: Callable[..., AbstractContextManager[Server]],
-    kill_in_transfer: Callable[[Server, Server], None],
-) -> None:
-    """If the decode server is killed during a transfer, the request fails and the prefill server continues."""
-    ids = prompt(500, seed=42)
-    with another("decode", *FULL) as decode, ThreadPoolExecutor(2) as pool:
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
-        answers = [pool.submit(server.post, "/generate", body) for server in (decode, servers.prefill)]
-        kill_in_transfer(servers.prefill, decode)
-        with pytest.raises(RequestError) as failed:
-            answers[1].result()
-        assert failed.value.code == 500
-        assert answers[0].exception() is not None
-    servers.wait_idle()
     assert_right(servers, oracle, ids)
 
 

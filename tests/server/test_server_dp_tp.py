@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from server_harness import Server, assert_burst, assert_same, distances, on_rank, prompt
+from server_harness import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
 from server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
@@ -20,7 +20,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
+OPTIONS = {**FP32, "max_snapshots": 12}
 # (tokens, tokens to generate, rank). Odd numbers of tokens are padded to even ones.
 ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
 

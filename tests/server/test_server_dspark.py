@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from recorded_drafts import recorded
-from server_harness import HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
+from server_harness import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
 
 from benchmarks.reference.dspark import DSpark
 from benchmarks.reference.oracle import Oracle
@@ -26,7 +26,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--enable-metrics")
 FLAGS += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
 FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_through_selective")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+OPTIONS = {**FP32, "integrity_check": True}
 # By default SGLang computes the Markov bias from bf16 weights.
 ENVIRONMENT = {"SGLANG_DSPARK_OPT_MARKOV_W2_BF16": "0"}
 RECORDS, GRAPH_TOKENS = ("drafts",), 100

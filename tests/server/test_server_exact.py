@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from server_harness import (
+    FP32,
     HOST_CACHE,
     Server,
     assert_oracle_chooses,
@@ -28,7 +29,7 @@ MODEL = {"seed": 0, "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--max-running-requests", "8", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
 FLAGS += ("--schedule-conservativeness", "0.1", *HOST_CACHE)
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+OPTIONS = {**FP32, "integrity_check": True}
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
 TOLERANCE = 1e-4

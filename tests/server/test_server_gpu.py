@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from server_harness import (
     DRAFTS,
     EAGLE,
@@ -131,36 +129,6 @@ def test_hits_are_those_of_a_rank(server: Server, check: Callable[[Asked], None]
     assert [got.cached for got in found] == [0, 0, 640, 640]
     check([(ids, got) for got in found])
     assert all(server.metrics(rank=rank)["hit_tokens"] >= 640 for rank in (0, 1))
-
-
-@only("fp8", "fp8, 3 drafts")
-def test_samples_follow_the_distribution(server: Server, name: str) -> None:
-    """At temperature 1 sampled tokens follow their reported log p, also where drafts are accepted or rejected.
-
-    A chi-squared test over the ranks of the sampled tokens, 1 to 20 and all others, for 10^5 tokens of 64 requests.
-    """
-    ranks, count, requests = 20, 1600, 64
-
-    def one(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sampling = {"max_new_tokens": count, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "ignore_eos": True}
-        body = {"input_ids": prompt(50, seed=60 + seed), "return_logprob": True, "top_logprobs_num": ranks}
-        meta = server.post("/generate", {**body, "sampling_params": sampling, **server.fields})["meta_info"]
-        top = meta["output_top_logprobs"]
-        likely = torch.tensor([[entry[0] for entry in row] for row in top], dtype=torch.float64).exp()
-        expected = torch.cat([likely, (1 - likely.sum(1, keepdim=True)).clamp_min(0)], 1).sum(0)
-        names = [[entry[1] for entry in row] for row in top]
-        came = [pair[1] for pair in meta["output_token_logprobs"]]
-        at = [row.index(token) if token in row else ranks for row, token in zip(names, came)]
-        return expected, torch.bincount(torch.tensor(at), minlength=ranks + 1).double()
-
-    with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(one, range(requests)))
-    expected, came = sum(e for e, _ in found), sum(c for _, c in found)
-    assert isinstance(expected, torch.Tensor) and isinstance(came, torch.Tensor)
-    statistic = float(((came - expected) ** 2 / expected).sum())
-    print(f"{name}: chi-squared {statistic:.1f} of {ranks} degrees of freedom, {int(came.sum())} tokens")
-    # 99.9999 % quantile of chi-squared with 20 degrees of freedom.
-    assert statistic < 65.4, (came, expected)
 
 
 @only(*(name for name in SERVERS if "drafts" in name))

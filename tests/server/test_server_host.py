@@ -7,12 +7,11 @@ write_back, test_server_dspark.py with write_through_selective.
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from server_harness import ATTEMPTS, Generated, Server, assert_same, empty_device, prompt
+from server_harness import ATTEMPTS, FP32, Generated, Server, assert_same, empty_device, prompt
 from server_plugin import broken
 
 from benchmarks import prefix_trace
@@ -27,7 +26,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 # 2,048 tokens and 12 snapshots on the device and four times that on the host.
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "4")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval": 512, "max_snapshots": 12}
+OPTIONS = {**FP32, "snapshot_interval": 512, "max_snapshots": 12}
 
 
 def test_conversations_beyond_the_device(server: Server) -> None:
@@ -170,28 +169,6 @@ def test_a_step_waits_for_what_it_reads(server: Server, plugin: Path, length: in
     to_host_only(server, ids)
     with broken(plugin, "loads come late"):
         assert_same(scored_from_host(server, ids, reference.tokens), reference, TOLERANCE)
-
-
-def test_asleep_the_host_keeps_what_there_is(server: Server) -> None:
-    """After sleep and wake-up all answers are loaded from the host, and requests sent while asleep wait."""
-    prompts = [prompt(400, seed=150 + i) for i in range(2)]
-    references = [server.generate(ids) for ids in prompts]
-    before = server.metrics()
-    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
-    server.post("/continue_generation", {})
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(server.generate, prompts[0])
-        server.get("/server_info")
-        server.post("/release_memory_occupation", {})  # all remaining tags
-        server.post("/resume_memory_occupation", {"tags": ["weights", "cuda_graph"]})
-        assert not waits.done()
-        server.post("/resume_memory_occupation", {})
-        answers = [waits.result(), server.generate(prompts[1])]
-    for got, reference in zip(answers, references):
-        assert got.cached == 384
-        assert_same(got, reference, TOLERANCE)
-    assert server.published()["hit_tokens_host"] - before["hit_tokens_host"] == 2 * 384
-    server.wait_idle()
 
 
 def test_the_table_names_the_host(server: Server) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from server_harness import (
     ATTEMPTS,
+    FP32,
     Generated,
     Server,
     assert_oracle_chooses,
@@ -35,13 +36,7 @@ GRAPH_TOKENS = 200
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "6", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
-OPTIONS = {
-    "entry_format": "fp32",
-    "indexer_format": "fp32",
-    "snapshot_interval": INTERVAL,
-    "max_snapshots": 12,
-    "integrity_check": True,
-}
+OPTIONS = {**FP32, "snapshot_interval": INTERVAL, "max_snapshots": 12, "integrity_check": True}
 
 
 def steps(plugin: Path) -> list[list[int]]:

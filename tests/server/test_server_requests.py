@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from liveness import STUCK_SECONDS
 from pydantic import BaseModel
-from server_harness import Server
+from server_harness import FP32, Server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.server
 CONTEXT, VOCABULARY = 2048, 384
 FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "16", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "8192", "--chunked-prefill-size", "256", "--tool-call-parser", "deepseekv4")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+OPTIONS = FP32
 MODEL = {"seed": 0, "ratios": (0, 4), "index_topk": 1536}
 
 PROMPT = [5, 6, 7]

@@ -15,9 +15,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from faulty_cache import LAUNCH_ERROR
-from liveness import POLL_SECONDS, STUCK_SECONDS, Progress
+from liveness import POLL_SECONDS, Progress
 from safetensors.torch import load_file
-from server_harness import BROKEN_OFF, Generated, Server, assert_same, empty_device, ends, prompt, running, schedulers
+from server_harness import (
+    BROKEN_OFF,
+    FP32,
+    Generated,
+    Server,
+    assert_same,
+    empty_device,
+    ends,
+    prompt,
+    running,
+    schedulers,
+)
 from server_plugin import broken
 from sglang.srt.utils.common import MultiprocessingSerializer
 from typer.testing import CliRunner
@@ -33,7 +44,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-reques
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256", "--enable-cache-report", "--random-seed", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
+OPTIONS = {**FP32, "max_snapshots": 12}
 TOLERANCE = 2e-3
 PROMPT = prompt(400)
 FOUND = 3 * 128
@@ -78,10 +89,10 @@ def salted(server: Server, salt: str) -> int:
     return int(details["cached_tokens"]) if details else 0
 
 
-def tool(command: str, folder: Path, *options: str, code: int = 0) -> str:
+def tool(command: str, folder: Path, *options: str) -> str:
     """Return the output of `dsv4-sglang storage`."""
     ran = CliRunner().invoke(app, ["storage", command, str(folder), *options])
-    assert ran.exit_code == code, ran.output
+    assert ran.exit_code == 0, ran.output
     return ran.output
 
 
@@ -212,21 +223,11 @@ def test_new_weights_over_http_leave_nothing(
     restarted.wait_idle()
 
 
-def test_a_process_that_ends_takes_the_server_along(restarted: Server, pages: Path) -> None:
-    """If the scheduler is killed, running requests fail and the server exits. Damaged pages are found afterwards."""
-    restarted.generate(PROMPT)
-    wait_for_pages(restarted, pages, PAGES)
+def test_a_process_that_ends_takes_the_server_along(restarted: Server) -> None:
+    """If the scheduler is killed, running requests fail and the server exits."""
     answer = restarted.begin(prompt(30), 900, 2)
     with ends(restarted) as processes:
         (scheduler,) = schedulers(processes)
         scheduler.kill()
         with pytest.raises(BROKEN_OFF):
             answer()
-    damaged = next(pages.glob("*.bin"))
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert f"damaged: {damaged}" in tool("verify", pages, code=1)
-    begin = time.monotonic()
-    while "kept, in use" in tool("clear", pages, "--yes"):  # a process of the server is still exiting
-        assert time.monotonic() - begin < STUCK_SECONDS
-        time.sleep(POLL_SECONDS / 10)
-    assert not list(pages.iterdir())

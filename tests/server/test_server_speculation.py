@@ -15,6 +15,7 @@ import pytest
 from recorded_drafts import recorded
 from server_harness import (
     DRAFTS,
+    FP32,
     HOST_CACHE,
     Generated,
     Server,
@@ -34,7 +35,7 @@ MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics")
 FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_back")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+OPTIONS = {**FP32, "integrity_check": True}
 RECORDS, GRAPH_TOKENS = ("drafts",), 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
 # Tolerance of log p, and of the layer's streams and logits, whose magnitude reaches 20.

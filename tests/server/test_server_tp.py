@@ -12,6 +12,7 @@ import pytest
 from faulty_cache import LAUNCH_ERROR
 from server_harness import (
     BROKEN_OFF,
+    FP32,
     HOST_CACHE,
     Server,
     assert_oracle_chooses,
@@ -35,7 +36,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 # requests still generate.
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
 FLAGS += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12, "integrity_check": True}
+OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 RECORDS = ("loads",)
 # Disable SGLang's 5 s pause for diagnostics before exit.
 ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}

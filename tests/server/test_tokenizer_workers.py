@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from liveness import Progress
-from server_harness import Server, assert_oracle_chooses, ends, prompt, schedulers
+from server_harness import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
@@ -22,7 +22,7 @@ VOCABULARY, WORKERS = 384, 2
 MODEL = {"seed": 0, "ratios": (0, 4), "heads": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS), "--disable-radix-cache")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+OPTIONS = FP32
 # Disable SGLang's 5 s pause for diagnostics before exit.
 ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 # Requests of each kind. A connection may reach either worker.
