@@ -47,6 +47,8 @@ HOST_CACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 FP32 = {"entry_format": "fp32", "indexer_format": "fp32"}
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
 DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
+# Sampling of requests that may be retracted: SGLang 0.5.23 reserves all tokens of one that ignores the end token.
+RETRACTABLE = {"max_new_tokens": 256, "temperature": 0}
 # The prefill chunk of the oracle.
 CHUNK = 128
 # Attempts of a test that needs several requests to run together. A busy machine may start them one after another.
@@ -66,17 +68,14 @@ class Generated:
     others: list[dict[int, float]] = field(default_factory=list)
 
 
-def greedy(prompt: Sequence[int], count: int, ignore_eos: bool = True, **fields: Any) -> dict[str, Any]:
-    """Return the body of a request for `count` tokens at temperature 0.
-
-    SGLang 0.5.23 reserves all tokens of a request that ignores the end token, so such a request is never retracted.
-    """
-    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": ignore_eos}
+def greedy(prompt: Sequence[int], count: int, **fields: Any) -> dict[str, Any]:
+    """Return the body of a request for `count` tokens at temperature 0."""
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
     return {"input_ids": list(prompt), "sampling_params": sampling, **fields}
 
 
-def _request(prompt: Sequence[int], count: int, ignore_eos: bool = True) -> dict[str, Any]:
-    return greedy(prompt, count, ignore_eos, return_logprob=True, top_logprobs_num=4)
+def _request(prompt: Sequence[int], count: int) -> dict[str, Any]:
+    return greedy(prompt, count, return_logprob=True, top_logprobs_num=4)
 
 
 def _answer(meta: dict[str, Any]) -> Generated:
@@ -125,18 +124,16 @@ class Server(Endpoint):
     def get(self, path: str) -> Any:
         return self.request(path)
 
-    def generate(self, prompt: Sequence[int], count: int = 8, ignore_eos: bool = True, **fields: Any) -> Generated:
-        body = {**_request(prompt, count, ignore_eos), **self.fields, **fields}
+    def generate(self, prompt: Sequence[int], count: int = 8, **fields: Any) -> Generated:
+        body = {**_request(prompt, count), **self.fields, **fields}
         return _answer(self.post("/generate", body)["meta_info"])
 
-    def begin(
-        self, prompt: Sequence[int], count: int, generated: int, ignore_eos: bool = True, **fields: Any
-    ) -> Callable[[], Generated]:
+    def begin(self, prompt: Sequence[int], count: int, generated: int, **fields: Any) -> Callable[[], Generated]:
         """Start a request and return once it has generated `generated` tokens.
 
         The returned function returns the whole answer.
         """
-        body = {**_request(prompt, count, ignore_eos), **self.fields, **fields, "stream": True}
+        body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
         answer = ExitStack()
         events = _events(answer.enter_context(self.send("/generate", body)))
         for event in events:
@@ -155,15 +152,13 @@ class Server(Endpoint):
         prompts: Sequence[Sequence[int]],
         count: int | Sequence[int] = 8,
         ranks: Sequence[int] | None = None,
-        ignore_eos: bool = True,
+        **fields: Any,
     ) -> list[Generated]:
         """Send all prompts at once, one connection each. `ranks` are their ranks of DP attention."""
         counts = [count] * len(prompts) if isinstance(count, int) else count
-        fields = [{} if ranks is None else on_rank(ranks[i]) for i in range(len(prompts))]
+        own = [{} if ranks is None else on_rank(ranks[i]) for i in range(len(prompts))]
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(
-                pool.map(lambda ids, n, more: self.generate(ids, n, ignore_eos, **more), prompts, counts, fields)
-            )
+            return list(pool.map(lambda ids, n, rank: self.generate(ids, n, **rank, **fields), prompts, counts, own))
 
     def cold(self, prompt: Sequence[int], count: int = 8) -> Generated:
         """Return the answer without a prefix hit. A new name space makes a flush unnecessary."""

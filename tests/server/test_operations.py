@@ -1,4 +1,4 @@
-"""Monitoring of a real server: KV events, metrics, `dsv4-sglang top`, and Prometheus with the rules and the dashboard.
+"""Monitoring of a real server: KV events, metrics and `dsv4-sglang top`.
 
 A mirror that follows the KV events equals the server's tree and predicts the prefix hits.
 """
@@ -6,12 +6,7 @@ A mirror that follows the KV events equals the server's tree and predicts the pr
 from __future__ import annotations
 
 import json
-import math
 import re
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 from kv_mirror import Mirror
-from liveness import STUCK_SECONDS, Progress
+from liveness import Progress
 from rich.console import Console
 from server_harness import FP32, Server, prompt, running
 from sglang.srt.disaggregation.kv_events import KVEventBatch
@@ -29,19 +24,15 @@ from typer.testing import CliRunner
 from dsv4_sglang.cli import app, client
 from dsv4_sglang.cli.top import Page, frame
 from dsv4_sglang.srt.integration.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
-from tools.draw_dashboard import ask, draw, panels, query
 
 pytestmark = pytest.mark.server
 
-ROOT = Path(__file__).parent.parent.parent
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 # 16 device blocks, 6 snapshots and a host cache of 1.5 times that size.
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "2", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--decode-log-interval", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 OPTIONS = {**FP32, "snapshot_interval": 512, "max_snapshots": 6, "integrity_check": True}
-# Prometheus drops a scrape that takes longer, and has no gauges until the next one.
-SCRAPE = "5s"
 
 
 class Router:
@@ -142,64 +133,12 @@ def test_a_flush_is_announced(server: Server, router: Router) -> None:
     assert_predicted(server, router, prompt(300, seed=50), 0)
 
 
-@pytest.fixture(scope="module")
-def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the address of a Prometheus with the configuration of docker/ that scrapes the server every SCRAPE."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed: apt-get install prometheus")
-    folder = tmp_path_factory.mktemp("prometheus")
-    config = (ROOT / "docker" / "prometheus.yml").read_text()
-    assert "server:30000" in config and "15s" in config
-    (folder / "prometheus.yml").write_text(
-        config.replace("server:30000", f"127.0.0.1:{server.port}").replace("15s", SCRAPE)
-    )
-    shutil.copy(ROOT / "docker" / "alerts.yml", folder)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
-    try:
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def has_data(url: str, expression: str) -> bool:
-    """Return True if a query of the dashboard returns a number."""
-    try:
-        result = ask(url, "query", query=query(expression, "30m"))["result"]
-    except OSError:  # Prometheus is starting
-        return False
-    return any(not math.isnan(float(series["value"][1])) for series in result)
-
-
-def load(server: Server, rounds: int) -> None:
+def load(server: Server) -> None:
     """Run conversations that exceed device and host memory, with different reuse intervals."""
-    for _ in range(rounds):
-        for i in range(8):
-            server.generate(prompt(400, seed=i), 2)
-            server.generate(prompt(600, seed=100 + i % 2), 2)
-            server.generate(prompt(140, seed=300 + i), 2)
-
-
-def test_dashboard_and_rules(server: Server, prometheus: str, tmp_path: Path) -> None:
-    """On a server that saves, loads and evicts, every dashboard query returns data and no alert rule fails."""
-    load(server, 3)
-    server.generate(prompt(5), 2)
-    progress, begin = Progress(server.process, server.log), time.monotonic()
-    missing = [target["expr"] for panel in panels() for target in panel["targets"]]
-    while missing := [expression for expression in missing if not has_data(prometheus, expression)]:
-        assert time.monotonic() - begin < STUCK_SECONDS, missing
-        progress.check()
-        time.sleep(1)
-    picture = tmp_path / "dashboard.png"
-    draw(prometheus, picture, 300, "1m")
-    assert picture.stat().st_size > 10_000
-    (group,) = ask(prometheus, "rules")["groups"]
-    rules: dict[str, Any] = {rule["name"]: rule for rule in group["rules"]}
-    assert len(rules) == 7 and all(rule["health"] != "err" for rule in rules.values()), rules
+    for i in range(8):
+        server.generate(prompt(400, seed=i), 2)
+        server.generate(prompt(600, seed=100 + i % 2), 2)
+        server.generate(prompt(140, seed=300 + i), 2)
 
 
 def test_every_metric_is_published(server: Server) -> None:
@@ -209,9 +148,9 @@ def test_every_metric_is_published(server: Server) -> None:
     for metric in (*METRICS, *HOST_METRICS):
         expected = {f"{metric.exposed}_{part}" for part in ("bucket", "sum", "count")}
         assert names >= (expected if metric.kind == HISTOGRAM else {metric.exposed}), metric.name
-    load(server, 1)
+    load(server)
     before = server.metrics()
-    load(server, 1)
+    load(server)
     server.generate(prompt(5), 2)
     after = server.metrics()
     for name in (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from disaggregation_harness import Disaggregated, a_pair, by, needs
-from server_harness import DRAFTS, Generated, assert_near, greedy, only, prompt
+from server_harness import DRAFTS, RETRACTABLE, Generated, assert_near, greedy, only, prompt
 from server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
@@ -119,7 +119,7 @@ def test_what_stays_behind_shows(
 def test_a_decode_server_that_is_full(servers: Disaggregated, check: Callable[[Asked], None], name: str) -> None:
     """With 48 requests that grow to 400 tokens in 64 blocks, some wait on the host, and all answers are right."""
     prompts = [prompt(100 + 2 * i, seed=14) for i in range(48)]
-    answers = servers.generate_all(prompts, 256, ignore_eos=False)
+    answers = servers.generate_all(prompts, sampling_params=RETRACTABLE)
     assert servers.retractions(), "no request was retracted, so the test checks nothing"
     check(list(zip(prompts[::6], answers[::6])))
     got = servers.post("/generate", greedy(prompt(1000, seed=43), 600))["meta_info"]

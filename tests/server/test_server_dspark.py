@@ -85,7 +85,7 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, plugin: Path) -> Non
 
 def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, plugin: Path) -> None:
     """After a load from the host the drafts are those of a cold prompt: snapshots include the rings of the stages."""
-    asked = {f"host {n}": prompt(600, seed=10 + n) for n in range(4)}
+    asked = {f"host {n}": prompt(600, seed=10 + n) for n in range(5)}
     server.flush()
     for rid, ids in asked.items():
         generate(server, ids, 1, f"first {rid}")

@@ -13,6 +13,7 @@ import pytest
 from server_harness import (
     DRAFTS,
     EAGLE,
+    RETRACTABLE,
     Generated,
     Server,
     assert_as_cold,
@@ -103,7 +104,7 @@ def test_prefill_graphs(server: Server, check: Callable[[Asked], None], name: st
 def test_more_requests_than_fit(server: Server, check: Callable[[Asked], None], name: str) -> None:
     """With 48 requests that grow to 400 tokens in a pool of 8,192, some are retracted, and all answers are right."""
     prompts = [prompt(100 + 2 * i, seed=7) for i in range(48)]
-    answers = server.generate_all(prompts, 256, ignore_eos=False)
+    answers = server.generate_all(prompts, sampling_params=RETRACTABLE)
     assert server.retractions(), "no request was retracted, so the test checks nothing"
     check(list(zip(prompts[::6], answers[::6])))
     server.wait_idle()
