@@ -84,10 +84,10 @@ def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
     assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["the last block stays behind", "the slot stays behind"])
-def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, plugin: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", ["the last block stays behind", "the slot stays behind"])
+def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, plugin: Path, kind: str) -> None:
     ids = prompt(330, seed=4)
-    with broken(plugin, name):
+    with broken(plugin, kind):
         wrong = servers.generate(ids, GENERATED)
     assert distances(oracle, ids, wrong).max() > 100 * TOLERANCE
     assert_right(servers, oracle, ids)

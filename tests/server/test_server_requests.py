@@ -119,14 +119,14 @@ def assert_answered_or_rejected(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_fields(server: Server, right: list[int], name: str) -> None:
-    assert_answered_or_rejected(server, right, name, lambda value: usual(**{name: value}))
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields(server: Server, right: list[int], field: str) -> None:
+    assert_answered_or_rejected(server, right, field, lambda value: usual(**{field: value}))
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_sampling_parameters(server: Server, right: list[int], name: str) -> None:
-    assert_answered_or_rejected(server, right, name, lambda value: with_parameter(name, value))
+@pytest.mark.parametrize("parameter", PARAMETERS)
+def test_sampling_parameters(server: Server, right: list[int], parameter: str) -> None:
+    assert_answered_or_rejected(server, right, parameter, lambda value: with_parameter(parameter, value))
 
 
 def test_one_line_says_why(server: Server) -> None:
