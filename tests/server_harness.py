@@ -401,14 +401,14 @@ def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, to
     server.wait_idle()
 
 
-def assert_drafts_are_accepted(server: Server, name: str) -> None:
+def assert_drafts_are_accepted(server: Server) -> None:
     """Assert that drafts are accepted as often after a prefix hit as cold."""
     ids, lengths = prompt(1000, seed=43), {}
     server.flush()
     for run in ("cold", "warm"):
         got = server.post("/generate", greedy(ids, 600, **server.fields))["meta_info"]
         lengths[run] = got["completion_tokens"] / got["spec_verify_ct"]
-    print(f"{name}: tokens a turn {lengths}, {got['cached_tokens']} cached")
+    print(f"tokens a speculative round {lengths}")
     assert got["cached_tokens"] == 896 and min(lengths.values()) > 1.3
     assert abs(lengths["cold"] - lengths["warm"]) < 0.25
 

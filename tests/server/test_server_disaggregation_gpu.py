@@ -105,7 +105,7 @@ def test_next_turns_and_branches(servers: Disaggregated, check: Callable[[Asked]
 @only("fp8")
 @pytest.mark.parametrize("kind", ["the last block stays behind", "the slot stays behind"])
 def test_what_stays_behind_shows(
-    servers: Disaggregated, check: Callable[[Asked], None], plugin: Path, name: str, kind: str
+    servers: Disaggregated, check: Callable[[Asked], None], plugin: Path, kind: str
 ) -> None:
     ids = prompt(250, seed=13)
     with broken(plugin, kind):
@@ -116,7 +116,7 @@ def test_what_stays_behind_shows(
 
 
 @only("fp8, 3 drafts, decode server small")
-def test_a_decode_server_that_is_full(servers: Disaggregated, check: Callable[[Asked], None], name: str) -> None:
+def test_a_decode_server_that_is_full(servers: Disaggregated, check: Callable[[Asked], None]) -> None:
     """With 48 requests that grow to 400 tokens in 64 blocks, some wait on the host, and all answers are right."""
     prompts = [prompt(100 + 2 * i, seed=14) for i in range(48)]
     answers = servers.generate_all(prompts, sampling_params=RETRACTABLE)
@@ -127,7 +127,7 @@ def test_a_decode_server_that_is_full(servers: Disaggregated, check: Callable[[A
 
 
 @only("fp8, host cache")
-def test_from_the_host(servers: Disaggregated, check: Callable[[Asked], None], name: str) -> None:
+def test_from_the_host(servers: Disaggregated, check: Callable[[Asked], None]) -> None:
     """24 prompts exceed the device. Their second visits load from the prefill server's host cache and are right."""
     prompts = [prompt(1500, seed=200 + i) for i in range(24)]
     visits = [[servers.generate(ids, 16) for ids in prompts] for _ in range(2)]

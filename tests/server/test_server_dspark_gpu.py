@@ -88,9 +88,9 @@ def test_warm(server: Server, oracle: Oracle, name: str) -> None:
     assert_near(oracle, name, [(trunk, first), *zip(following * 2, (answer["output_ids"] for answer in again))])
 
 
-def test_drafts_are_accepted(server: Server, name: str) -> None:
+def test_drafts_are_accepted(server: Server) -> None:
     """Snapshots include the rings of the stages."""
-    assert_drafts_are_accepted(server, name)
+    assert_drafts_are_accepted(server)
 
 
 def test_sampled_and_greedy_in_a_batch(server: Server) -> None:

@@ -83,7 +83,7 @@ def test_batch_of_16(server: Server, check: Callable[[Asked], None]) -> None:
 
 
 @only("fp8", "bf16, chunks of 256", "fp8, 3 drafts")
-def test_prefill_graphs(server: Server, check: Callable[[Asked], None], name: str) -> None:
+def test_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
     """Short prefill steps after prefix hits run as graphs, alone and in a batch, with snapshots inside the step."""
     trunk = prompt(1500, seed=30)
     for length in (1500, 400, 300):  # leave snapshots at 1408, 384 and 256 tokens
@@ -101,7 +101,7 @@ def test_prefill_graphs(server: Server, check: Callable[[Asked], None], name: st
 
 
 @only("fp8, small, 3 drafts")
-def test_more_requests_than_fit(server: Server, check: Callable[[Asked], None], name: str) -> None:
+def test_more_requests_than_fit(server: Server, check: Callable[[Asked], None]) -> None:
     """With 48 requests that grow to 400 tokens in a pool of 8,192, some are retracted, and all answers are right."""
     prompts = [prompt(100 + 2 * i, seed=7) for i in range(48)]
     answers = server.generate_all(prompts, sampling_params=RETRACTABLE)
@@ -111,7 +111,7 @@ def test_more_requests_than_fit(server: Server, check: Callable[[Asked], None], 
 
 
 @only(TWO_RANKS)
-def test_both_ranks_at_once(server: Server, check: Callable[[Asked], None], name: str) -> None:
+def test_both_ranks_at_once(server: Server, check: Callable[[Asked], None]) -> None:
     """Answers are right in steps in which both ranks decode, one prefills, or one is idle, with and without graphs."""
     asked = [
         (n, 10 * (1 + i % 4), i % 2 if i < 8 else 1) for i, n in enumerate((*LENGTHS, 2000, 64, 30, 5, 1, 900, 17))
@@ -124,7 +124,7 @@ def test_both_ranks_at_once(server: Server, check: Callable[[Asked], None], name
 
 
 @only(TWO_RANKS)
-def test_hits_are_those_of_a_rank(server: Server, check: Callable[[Asked], None], name: str) -> None:
+def test_hits_are_those_of_a_rank(server: Server, check: Callable[[Asked], None]) -> None:
     ids = prompt(700, seed=42)
     found = [server.generate(ids, GENERATED, **on_rank(rank)) for rank in (0, 1, 0, 1)]
     assert [got.cached for got in found] == [0, 0, 640, 640]
@@ -133,11 +133,11 @@ def test_hits_are_those_of_a_rank(server: Server, check: Callable[[Asked], None]
 
 
 @only(*(name for name in SERVERS if "drafts" in name))
-def test_drafts_are_accepted(server: Server, name: str) -> None:
+def test_drafts_are_accepted(server: Server) -> None:
     """The acceptance length of this model hardly depends on the draft model's KV entries; test_server_drafts_gpu.py
     compares the draft model's output.
     """
-    assert_drafts_are_accepted(server, name)
+    assert_drafts_are_accepted(server)
 
 
 # Warm answers equal cold ones
