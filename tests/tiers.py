@@ -1,8 +1,8 @@
 """Tests with the marker `full`, which `make test` leaves out: a file, or a test with all its parameters.
 
 `make test` takes five minutes on two cores and asks each question once. It runs the unit tests, a server in fp32 with a
-host tier against the oracle, a server with FP8 rows and EAGLE, and two tensor-parallel processes. This list holds tests
-that take long, repeat a question with other settings, or cover the benchmarks.
+host cache against the oracle, a server with FP8 entries and EAGLE, and two tensor-parallel processes. This list holds
+tests that take long, repeat a question with other settings, or cover the benchmarks.
 """
 
 from pathlib import Path

@@ -36,10 +36,10 @@ PROMPT = [5, 6, 7]
 GREEDY = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
 # Values of all JSON types. The vocabulary ends at VOCABULARY - 1.
 VALUES: tuple[Any, ...] = (
-    *(None, True, 0, 1, -1, -5, 1.5, VOCABULARY, 1 << 31, 1 << 40, 1 << 63, 1 << 70, -(1 << 70)),
-    *(1e-300, 1e300, float("nan"), "", "x", "(", "\ud800", "x" * 5000),
-    *([], [1], [-1], [VOCABULARY], [1 << 70], [1.5], ["x"], [None], [[1]], [[]], [{}]),
-    *({}, {"a": 1}, {"1": 1.0}, {"1": 1e300}, {"1": "x"}, {"-1": 1}, {"id": 5}, {"a": {"b": [1]}}),
+    *(None, True, 0, -1, 1.5, VOCABULARY, 1 << 31, 1 << 70, -(1 << 70), 1e300, float("nan")),
+    *("", "x", "(", "\ud800"),
+    *([], [1], [-1], [1 << 70], ["x"], [None], [[1]], [{}]),
+    *({}, {"a": 1}, {"1": 1e300}, {"1": "x"}, {"-1": 1}, {"id": 5}),
 )
 OPENAI_VALUES = (-1, 1.5, VOCABULARY + 1, 1 << 40, 1 << 70, "x", "\ud800", [1], ["x"], {"1": "x"})
 FIELDS = [field.name for field in dataclasses.fields(GenerateReqInput)]
