@@ -17,7 +17,12 @@ from server_harness import FP32, HOST_CACHE, Server, assert_oracle_chooses, gree
 from benchmarks.reference.dspark import DSpark
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
+from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.gpus import GPUS
+from dsv4_sglang.planner.models import Format, Model
+from dsv4_sglang.planner.plan import planned_layout
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.options import Options
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
@@ -96,6 +101,30 @@ def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, plugin: Pat
     assert server.metrics()["hit_tokens_host"] - before["hit_tokens_host"] >= 2 * 512
     check(oracle, head, plugin, asked, got)
     server.wait_idle()
+
+
+def test_sizes_are_as_planned(server: Server, model: Path) -> None:
+    layout = planned_layout(
+        Choice(
+            Model.from_file(model / "config.json"),
+            GPUS["h200"],
+            count=1,
+            tp=1,
+            dp=1,
+            experts=Format.BF16,
+            running=4,
+            chunk=CHUNK,
+            context_length=1024,
+            request=1024,
+            options=Options(entry_format="fp32", indexer_format="fp32"),
+            draft_tokens=6,
+        )
+    )
+    table = server.log_text()
+    assert f"state slots of {layout.slot_bytes} bytes (4 requests, 1 for the snapshots of a step" in table
+    assert f"snapshots of {layout.snapshot_bytes} bytes" in table
+    assert f" {layout.token_bytes:.2f} bytes a token" in table
+    assert "rings of 4 layers and 3 of the draft model" in table
 
 
 def test_what_is_rejected_a_request_at_a_time(server: Server) -> None:
