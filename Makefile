@@ -20,12 +20,11 @@ NEWEST := 0.5.23
 NEWEST_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py v41.py v41_cache.py \
 	overlapping_layer.py prefix_sglang.py host_cache.py host_storage.py page_names.py host_folder.py integrity.py sleep.py \
 	request_validation.py) \
-	tests/server/test_faults.py tests/server/test_rejections.py tests/server/test_start.py \
-	tests/server/test_tokenizer_workers.py \
+	tests/server/test_operations.py tests/server/test_start.py tests/server/test_tokenizer_workers.py \
 	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py dspark.py host.py \
-	storage.py requests.py prefill_graphs.py v41.py events.py)
+	restarts.py requests.py v41.py)
 SHORT_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py) \
-	$(addprefix tests/server/test_server_exact.py::test_,more_requests_than_fit warm_after_retraction)
+	tests/server/test_server_exact.py::test_more_requests_than_fit
 VENV ?= .venv$(if $(SGLANG),-$(SGLANG))
 MODEL ?= .cache/tiny
 BIN := $(VENV)/bin

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Server, running
+from server_harness import CPU, Server, running
 
 from benchmarks import ports
 
@@ -87,7 +87,6 @@ def a_pair(
     flags: Sequence[str],
     prefill: Sequence[str] = (),
     decode: Sequence[str] = (),
-    cpu: bool = True,
     **options: Any,
 ) -> Iterator[Disaggregated]:
     """Start both servers with `flags`, plus the flags of each server."""
@@ -97,9 +96,9 @@ def a_pair(
 
         def start(mode: str, more: Sequence[str]) -> Server:
             given = (*flags, "--disaggregation-mode", mode, *more)
-            return stack.enter_context(running(model, folder / mode, *given, cpu=cpu, **options))
+            return stack.enter_context(running(model, folder / mode, *given, **options))
 
         # CPU servers are forked with a patched environment, so they start one at a time.
-        with ThreadPoolExecutor(1 if cpu else 2) as pool:
+        with ThreadPoolExecutor(1 if CPU else 2) as pool:
             starts = [pool.submit(start, mode, more) for mode, more in (("prefill", prefill), ("decode", decode))]
         yield Disaggregated(*(started.result() for started in starts), bootstrap)

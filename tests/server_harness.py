@@ -10,12 +10,11 @@ import http.client
 import json
 import math
 import os
-import re
 import select
 import shlex
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -38,12 +37,18 @@ from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_rea
 from dsv4_sglang.srt.integration import launch_command
 from dsv4_sglang.srt.integration.metrics import PREFIX
 
+# On a machine with a GPU all servers of the tests use it.
+CPU = not torch.cuda.is_available()
 # Timeouts of SGLang that end a server: for the other processes of its group, and for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
 # A host cache of four times the device's size. Servers of several test files use it.
 HOST_CACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
+# Options of a cache without rounding.
+FP32 = {"entry_format": "fp32", "indexer_format": "fp32"}
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
 DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
+# Sampling of requests that may be retracted: SGLang 0.5.23 reserves all tokens of one that ignores the end token.
+RETRACTABLE = {"max_new_tokens": 256, "temperature": 0}
 # The prefill chunk of the oracle.
 CHUNK = 128
 # Attempts of a test that needs several requests to run together. A busy machine may start them one after another.
@@ -63,17 +68,14 @@ class Generated:
     others: list[dict[int, float]] = field(default_factory=list)
 
 
-def greedy(prompt: Sequence[int], count: int, ignore_eos: bool = True, **fields: Any) -> dict[str, Any]:
-    """Return the body of a request for `count` tokens at temperature 0.
-
-    SGLang 0.5.23 reserves all tokens of a request that ignores the end token, so such a request is never retracted.
-    """
-    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": ignore_eos}
+def greedy(prompt: Sequence[int], count: int, **fields: Any) -> dict[str, Any]:
+    """Return the body of a request for `count` tokens at temperature 0."""
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
     return {"input_ids": list(prompt), "sampling_params": sampling, **fields}
 
 
-def _request(prompt: Sequence[int], count: int, ignore_eos: bool = True) -> dict[str, Any]:
-    return greedy(prompt, count, ignore_eos, return_logprob=True, top_logprobs_num=4)
+def _request(prompt: Sequence[int], count: int) -> dict[str, Any]:
+    return greedy(prompt, count, return_logprob=True, top_logprobs_num=4)
 
 
 def _answer(meta: dict[str, Any]) -> Generated:
@@ -122,18 +124,16 @@ class Server(Endpoint):
     def get(self, path: str) -> Any:
         return self.request(path)
 
-    def generate(self, prompt: Sequence[int], count: int = 8, ignore_eos: bool = True, **fields: Any) -> Generated:
-        body = {**_request(prompt, count, ignore_eos), **self.fields, **fields}
+    def generate(self, prompt: Sequence[int], count: int = 8, **fields: Any) -> Generated:
+        body = {**_request(prompt, count), **self.fields, **fields}
         return _answer(self.post("/generate", body)["meta_info"])
 
-    def begin(
-        self, prompt: Sequence[int], count: int, generated: int, ignore_eos: bool = True, **fields: Any
-    ) -> Callable[[], Generated]:
+    def begin(self, prompt: Sequence[int], count: int, generated: int, **fields: Any) -> Callable[[], Generated]:
         """Start a request and return once it has generated `generated` tokens.
 
         The returned function returns the whole answer.
         """
-        body = {**_request(prompt, count, ignore_eos), **self.fields, **fields, "stream": True}
+        body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
         answer = ExitStack()
         events = _events(answer.enter_context(self.send("/generate", body)))
         for event in events:
@@ -152,27 +152,19 @@ class Server(Endpoint):
         prompts: Sequence[Sequence[int]],
         count: int | Sequence[int] = 8,
         ranks: Sequence[int] | None = None,
-        ignore_eos: bool = True,
+        **fields: Any,
     ) -> list[Generated]:
         """Send all prompts at once, one connection each. `ranks` are their ranks of DP attention."""
         counts = [count] * len(prompts) if isinstance(count, int) else count
-        fields = [{} if ranks is None else on_rank(ranks[i]) for i in range(len(prompts))]
+        own = [{} if ranks is None else on_rank(ranks[i]) for i in range(len(prompts))]
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(
-                pool.map(lambda ids, n, more: self.generate(ids, n, ignore_eos, **more), prompts, counts, fields)
-            )
+            return list(pool.map(lambda ids, n, rank: self.generate(ids, n, **rank, **fields), prompts, counts, own))
 
     def cold(self, prompt: Sequence[int], count: int = 8) -> Generated:
         """Return the answer without a prefix hit. A new name space makes a flush unnecessary."""
         got = self.generate(prompt, count, extra_key=uuid.uuid4().hex)
         assert got.cached == 0
         return got
-
-    def cold_all(self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8) -> list[Generated]:
-        """Send all prompts at once, each without a prefix hit, even if the prompts share prefixes."""
-        counts = [count] * len(prompts) if isinstance(count, int) else count
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(self.cold, prompts, counts))
 
     def score(self, prompt: Sequence[int], tokens: Sequence[int], **fields: Any) -> Generated:
         """Return log p of `tokens` after `prompt`, teacher-forced: the tokens are computed as a prompt.
@@ -236,25 +228,8 @@ class Server(Endpoint):
             self.get("/server_info")
 
     def retractions(self) -> int:
-        """Return the number of retractions for lack of memory in the log.
-
-        Each process of a rank logs all of its rank.
-        """
-        lines = [line for line in self.log_text().splitlines() if "Retract requests" in line]
-        said = Counter((*re.findall(r" (DP\d+|TP\d+)(?=[ \]])", line),) for line in lines)
-        of_ranks: dict[str, int] = {}
-        for tags, times in said.items():
-            rank = next((tag for tag in tags if tag.startswith("DP")), "")
-            of_ranks[rank] = max(of_ranks.get(rank, 0), times)
-        return sum(of_ranks.values())
-
-    def retracted(self) -> tuple[float, float]:
-        """Return the number of requests retracted for lack of memory and the number of their prompt tokens.
-
-        Each retraction counts. Needs --enable-metrics.
-        """
-        counted = self.metrics("sglang:num_retracted_")
-        return counted.get("requests", 0), counted.get("input_tokens", 0)
+        """Return the number of retractions for lack of memory in the log, summed over the processes."""
+        return self.log_text().count("Retract requests")
 
     def kill(self) -> None:
         """Kill all processes of the server at once."""
@@ -266,20 +241,18 @@ class Server(Endpoint):
 
 
 @contextmanager
-def launched(
-    model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
-) -> Iterator[Process]:
+def launched(model: Path, log: Path, flags: Sequence[str], options: dict[str, Any]) -> Iterator[Process]:
     """Start the server's process in a new process group, and stop it at the end.
 
     On a GPU, DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
     """
-    if not cpu:
+    if not CPU:
         flags = [*flags, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))]
     overrides = json.dumps({launch_command.OPT_IN_KEY: options})
     command = launch_command.server_command(
-        str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=cpu
+        str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=CPU
     )
-    if cpu:
+    if CPU:
         process: Process = server_forkserver.start(command, log)
     else:
         with log.open("wb") as output:
@@ -291,11 +264,11 @@ def launched(
 
 
 @contextmanager
-def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: Any) -> Iterator[Server]:
+def running(model: Path, log: Path, *flags: str, **options: Any) -> Iterator[Server]:
     """Yield a server that answers. Fail with the end of its log if it ends or is stuck, at the start or later."""
     # An idle scheduler would occupy a core that the oracle needs.
     base = ["--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
-    with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options, cpu) as process:
+    with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options) as process:
         server, progress = Server(process, port, log), Progress(process, log)
         wait_ready(server, lambda: progress.check() is None, math.inf)
         yield server
@@ -307,15 +280,6 @@ def empty_device(server: Server) -> None:
     """Release and resume the memory of the cache. A host cache keeps its contents."""
     server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
     server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-
-
-def wait_for_pages(server: Server, folder: Path, count: int) -> None:
-    """Wait until SGLang's thread has written `count` pages to a storage of files after the answer."""
-    progress = Progress(server.process)
-    while len(list(folder.glob("*.bin"))) < count:
-        progress.check()
-        time.sleep(POLL_SECONDS / 10)
-    assert len(list(folder.glob("*.bin"))) == count
 
 
 def on_rank(rank: int) -> dict[str, int]:
@@ -344,6 +308,10 @@ def ends(server: Server) -> Iterator[list[psutil.Process]]:
         server.get("/server_info")
 
 
+def schedulers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if any("scheduler" in word for word in process.cmdline())]
+
+
 def one_core_each(processes: int) -> str:
     """Return SGLANG_CPU_OMP_THREADS_BIND for this number of processes.
 
@@ -353,15 +321,19 @@ def one_core_each(processes: int) -> str:
     return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
 
 
-def make_way(server: Server) -> Server:
-    """Return the server after lowering the priority of SGLang's DP controller, if it has one.
+def make_way(server: Server) -> None:
+    """Lower the priority of SGLang's DP controller, if the server has one.
 
     This process distributes requests to the ranks of DP attention and busy-waits on a core.
     """
     for process in psutil.Process(server.process.pid).children(recursive=True):
         if any("data_parallel_controller" in word for word in process.cmdline()):
             process.nice(19)
-    return server
+
+
+def only(*names: str) -> pytest.MarkDecorator:
+    """Run a test of a module with SERVERS on these servers only."""
+    return pytest.mark.parametrize("name", names, indirect=True, scope="module")
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -429,14 +401,14 @@ def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, to
     server.wait_idle()
 
 
-def assert_drafts_are_accepted(server: Server, name: str) -> None:
+def assert_drafts_are_accepted(server: Server) -> None:
     """Assert that drafts are accepted as often after a prefix hit as cold."""
     ids, lengths = prompt(1000, seed=43), {}
     server.flush()
     for run in ("cold", "warm"):
         got = server.post("/generate", greedy(ids, 600, **server.fields))["meta_info"]
         lengths[run] = got["completion_tokens"] / got["spec_verify_ct"]
-    print(f"{name}: tokens a turn {lengths}, {got['cached_tokens']} cached")
+    print(f"tokens a speculative round {lengths}")
     assert got["cached_tokens"] == 896 and min(lengths.values()) > 1.3
     assert abs(lengths["cold"] - lengths["warm"]) < 0.25
 

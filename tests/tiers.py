@@ -1,43 +1,23 @@
 """Tests with the marker `full`, which `make test` leaves out: a file, or a test with all its parameters.
 
 `make test` takes five minutes on two cores and asks each question once. It runs the unit tests, a server in fp32 with a
-host tier against the oracle, a server with FP8 rows and EAGLE, and two tensor-parallel processes. This list holds tests
-that take long, repeat a question with other settings, or cover the benchmarks and the test helpers.
+host cache against the oracle, a server with FP8 entries and EAGLE, and two tensor-parallel processes. This list holds
+tests that take long, repeat a question with other settings, or cover the benchmarks.
 """
+
+from pathlib import Path
+
+SERVER_TESTS = sorted((Path(__file__).parent / "server").glob("test_*.py"))
+FAST_SERVERS = ("test_server_exact.py", "test_server_fp8_prefix.py", "test_server_gpu.py", "test_server_tp.py")
 
 FULL = frozenset(
     {
         # Servers with other settings.
-        "server/test_commands.py",
-        "server/test_faults.py",
-        "server/test_operations.py",
-        "server/test_rejections.py",
-        "server/test_server_disaggregation.py",
-        "server/test_server_bf16.py",
-        "server/test_server_dp.py",
-        "server/test_server_dp_tp.py",
-        "server/test_server_dspark.py",
-        "server/test_server_events.py",
-        "server/test_server_fp8.py",
-        "server/test_server_host.py",
-        "server/test_server_prefill_graphs.py",
-        "server/test_server_prefix.py",
-        "server/test_server_requests.py",
-        "server/test_server_speculation.py",
-        "server/test_server_storage.py",
+        *(f"server/{file.name}" for file in SERVER_TESTS if file.name not in FAST_SERVERS),
         "server/test_server_tp.py::test_a_kernel_that_fails_in_one_process_ends_both",
         "server/test_server_tp.py::test_more_than_fits",
         "server/test_server_tp.py::test_the_command_checks_all_processes",
         "server/test_server_tp.py::test_the_command_names_what_is_wrong",
-        "server/test_server_tp.py::test_the_first_process_counts",
-        "server/test_server_v41.py",
-        "server/test_tokenizer_workers.py",
-        # With a GPU, test_server_gpu.py stays.
-        "server/test_server_disaggregation_gpu.py",
-        "server/test_server_drafts_gpu.py",
-        "server/test_server_dspark_gpu.py",
-        "server/test_server_host_gpu.py",
-        "server/test_server_sleep_gpu.py",
         # SGLang's scheduler in a process of its own.
         "test_drafts.py::test_drafts_are_right_some_of_the_time",
         "test_scheduler_drafts.py",
@@ -75,7 +55,5 @@ FULL = frozenset(
         "test_plan.py::test_the_command_runs_without_noise",
         "test_alerts.py",
         "test_security.py",
-        # Test helpers.
-        "test_liveness.py",
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from faulty_cache import FAULT_FILE, plugged
-from recorded_drafts import DRAFTS
-from recorded_prefills import SIZES, STEPS
-from server_harness import Server, make_way, one_core_each, running
+from server_harness import CPU, Server, make_way, on_rank, one_core_each, running
+from server_plugin import plugged
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
@@ -28,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     attention of server and oracle three times as slow.
     """
     made: dict[Any, Path] = {}
-    heads = 64 if torch.cuda.is_available() else 16
+    heads = 16 if CPU else 64
 
     def make(**fields: Any) -> Path:
         fields = {"heads": heads, **fields}
@@ -52,57 +51,76 @@ def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """File whose content selects the fault in all servers that the module starts (faulty_cache.py)."""
-    folder = tmp_path_factory.mktemp("fault")
-    with plugged(folder, "faulty_cache", **{FAULT_FILE: str(folder / "fault")}):
-        yield folder / "fault"
+def plugin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of the plugin in all servers that the module starts (server_plugin.py).
 
-
-@pytest.fixture(scope="module")
-def recorded_steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Run prefill steps of up to RECORDED_TOKENS tokens like GPU graphs in the module's servers (recorded_prefills.py).
-
-    Returns the file that records the steps.
+    RECORDS of the module names the folders for what the plugin records. Prefill steps of up to GRAPH_TOKENS tokens run
+    like GPU graphs.
     """
-    folder = tmp_path_factory.mktemp("recorded_prefills")
-    sizes = ",".join(str(size) for size in (4, 16, 40, request.module.RECORDED_TOKENS))
-    with plugged(folder, "recorded_prefills", **{STEPS: str(folder / "steps"), SIZES: sizes}):
-        yield folder / "steps"
-        assert (folder / "steps").exists(), "no step was recorded"
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder with the drafts of the module's servers (recorded_drafts.py)."""
-    folder = tmp_path_factory.mktemp("drafts")
-    with plugged(tmp_path_factory.mktemp("recorder"), "recorded_drafts", **{DRAFTS: str(folder)}):
+    folder = tmp_path_factory.mktemp("plugin")
+    for name in getattr(request.module, "RECORDS", ()):
+        (folder / name).mkdir()
+    graph_tokens = getattr(request.module, "GRAPH_TOKENS", 0)
+    if graph_tokens:
+        (folder / "sizes").write_text(json.dumps([4, 16, 40, graph_tokens]))
+    with plugged(folder):
         yield folder
+        assert not graph_tokens or (folder / "steps").exists(), "no prefill step ran like a graph"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test of a module with SERVERS on every one of them, unless it names its servers (`only`)."""
+    named = any(mark.args[0] == "name" for mark in metafunc.definition.iter_markers("parametrize"))
+    if hasattr(metafunc.module, "SERVERS") and "name" in metafunc.fixturenames and not named:
+        metafunc.parametrize("name", list(metafunc.module.SERVERS), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
-    """Checkpoint folder with the fields MODEL of the module."""
-    return tiny(**request.module.MODEL)
+def name(request: pytest.FixtureRequest) -> str:
+    """Name of the server among SERVERS of the module. Empty if the module has one server."""
+    name = getattr(request, "param", "")
+    if "two" in name and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    return name
+
+
+@pytest.fixture(scope="module")
+def flags(request: pytest.FixtureRequest, name: str) -> tuple[str, ...]:
+    """FLAGS of the module and the server's flags in SERVERS."""
+    return (*request.module.FLAGS, *getattr(request.module, "SERVERS", {}).get(name, ()))
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, flags: tuple[str, ...], tiny: Callable[..., Path]) -> Path:
+    """Checkpoint folder with the fields MODEL of the module, and with the draft model that the server needs."""
+    fields = {"nextn": "EAGLE" in flags, "dspark": 5 if "DSPARK" in flags else None}
+    return tiny(**{**fields, **request.module.MODEL})
 
 
 @pytest.fixture(scope="module")
 def oracle(model: Path) -> Oracle:
-    return Oracle(model)
+    return Oracle(model, device="cpu" if CPU else "cuda")
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Server with FLAGS, OPTIONS and ENVIRONMENT of the module.
+def server(
+    request: pytest.FixtureRequest, flags: tuple[str, ...], model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Server with the flags, and with OPTIONS and ENVIRONMENT of the module.
 
-    A module whose server needs a plugin names its fixture in `usefixtures`.
+    A module whose server needs the plugin names the fixture in `usefixtures`. Servers of several names start one after
+    the other; `-k` selects some, for parallel runs on several GPUs.
     """
-    flags, environment = request.module.FLAGS, dict(getattr(request.module, "ENVIRONMENT", {}))
-    if "--tp-size" in flags:
+    environment = dict(getattr(request.module, "ENVIRONMENT", {}))
+    if CPU and "--tp-size" in flags:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = one_core_each(int(flags[flags.index("--tp-size") + 1]))
     log = tmp_path_factory.mktemp("server") / "log"
     with (
         patch.dict(os.environ, environment),
         running(model, log, *flags, **getattr(request.module, "OPTIONS", {})) as server,
     ):
-        yield make_way(server)
+        if CPU:
+            make_way(server)
+        # Prefix hits depend on the rank. Tests that assume a single cache leave the others idle.
+        server.fields = on_rank(0) if "--dp-size" in flags else {}
+        yield server

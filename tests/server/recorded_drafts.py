@@ -1,16 +1,14 @@
-"""SGLang plugin that records the drafts of DSPARK or EAGLE, one file per step in the folder DRAFTS."""
+"""Recorder of the drafts of DSPARK or EAGLE for server_plugin.py, one file per step in the plugin's folder `drafts`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DRAFTS = "DSV4_SGLANG_TEST_DRAFTS"
-PROPOSE = "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose"
-DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft"
+from server_plugin import folder
+
 _steps = count()
 
 
@@ -32,13 +30,6 @@ class Block(NamedTuple):
     tokens: list[int]
     logits: Any
     streams: Any
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(PROPOSE, _propose, HookType.AROUND)
-    HookRegistry.register(DRAFT, _draft, HookType.AROUND)
 
 
 def _propose(original: Callable[..., Any], proposer: Any, *, batch: Any, **arguments: Any) -> Any:
@@ -75,24 +66,22 @@ def _draft(original: Callable[..., Any], worker: Any, batch: Any, *rest: Any, **
 def _keep(batch: Any, tokens: Any, logits: Any, streams: Any) -> None:
     import torch
 
-    step = {
-        "rids": [request.rid for request in batch.reqs],
-        "lengths": batch.seq_lens.cpu(),
-        "tokens": tokens.cpu(),
-        "logits": logits,
-        "streams": streams,
-    }
-    file = Path(os.environ[DRAFTS]) / f"{next(_steps)}.pt"
-    torch.save(step, file.with_suffix(".part"))
+    rids = [request.rid for request in batch.reqs]
+    rows = zip(rids, batch.seq_lens.tolist(), tokens.tolist(), logits, streams, strict=True)
+    file = folder() / "drafts" / f"{next(_steps)}.pt"
+    torch.save([tuple(row) for row in rows], file.with_suffix(".part"))
     file.with_suffix(".part").rename(file)
 
 
-def recorded(folder: Path) -> Iterator[Block]:
-    """Yield all blocks recorded so far."""
+def recorded(plugin: Path) -> Iterator[Block]:
+    """Yield all blocks recorded so far in the plugin's folder."""
     import torch
 
-    for file in folder.glob("*.pt"):
-        step = torch.load(file)
-        lengths, tokens = step["lengths"].tolist(), step["tokens"].tolist()
-        rows = zip(step["rids"], lengths, tokens, step["logits"], step["streams"], strict=True)
-        yield from (Block(*row) for row in rows)
+    for file in (plugin / "drafts").glob("*.pt"):
+        yield from (Block(*row) for row in torch.load(file))
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose": _propose,
+    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft": _draft,
+}

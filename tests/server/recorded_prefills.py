@@ -1,42 +1,25 @@
-"""SGLang plugin that runs short prefill steps of a CPU server like GPU graphs, but without graph capture.
+"""Short prefill steps of a CPU server executed like GPU graphs, but without graph capture, for server_plugin.py.
 
 Each step makes the calls of SGLang's runner of breakable graphs: the backend's capture once per size, the preparation
 of the replay, and the model's forward pass on inputs padded to the size. As on a GPU, steps with too many tokens or
-requests run eagerly. SIZES are the graph sizes. STEPS names a file that receives one line per step: size, tokens and
-requests.
-
-While the file named by FAULT_FILE contains one of FAULTS, that fault is injected.
+requests run eagerly. The plugin's file `sizes` has the graph sizes. The file `steps` receives one line per step: size,
+tokens and requests.
 """
 
 from __future__ import annotations
 
-import os
+import functools
+import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from faulty_cache import _fault
-
-STEPS = "DSV4_SGLANG_TEST_RECORDED_STEPS"
-SIZES = "DSV4_SGLANG_TEST_RECORDED_SIZES"
-FAULTS = ("padding tokens write", "the lengths of the step before")
-BACKEND, MODEL = "dsv4_sglang.srt.attention.backend.HybridCacheBackend.", "dsv4_sglang.srt.models.deepseek_v4.Model."
+from server_plugin import folder
 
 
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, function in (
-        (BACKEND + "init_forward_metadata_out_graph", _init_metadata),
-        (MODEL + "forward", _forward),
-        ("dsv4_sglang.attention.step_buffers.PrefillBuffers.fill", _fill),
-    ):
-        HookRegistry.register(target, function, HookType.AROUND)
-
-
+@functools.cache
 def _sizes() -> list[int]:
-    return [int(size) for size in os.environ[SIZES].split(",")]
+    return json.loads((folder() / "sizes").read_text())
 
 
 def _size(batch: Any) -> int | None:
@@ -57,11 +40,12 @@ def _init_metadata(original: Callable[..., None], backend: Any, batch: Any, *res
 def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any, batch: Any, *rest: Any) -> Any:
     from sglang.srt.model_executor.forward_context import get_attn_backend
     from torch.nn.functional import pad
+    from torch.utils._pytree import tree_map
 
     size, tokens, backend = _size(batch), positions.shape[0], get_attn_backend()
     if size is None:
         return original(model, ids, positions, batch, *rest)
-    with Path(os.environ[STEPS]).open("a") as file:
+    with (folder() / "steps").open("a") as file:
         file.write(f"{size} {tokens} {batch.batch_size}\n")
     ids, positions, out_loc = (pad(x, (0, size - tokens)) for x in (ids, positions, batch.out_cache_loc))
     graphs = vars(model).setdefault("test_graphs", {})
@@ -71,21 +55,10 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
         graphs.setdefault(captured, backend.init_forward_metadata_for_breakable_cuda_graph_capture(dummy))
     graphs[size].out_loc.copy_(out_loc)
     backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(graphs[size], batch)
-    hidden = original(model, ids, positions, batch, *rest)
-    return _first(hidden, tokens)
+    return tree_map(lambda rows: rows[:tokens], original(model, ids, positions, batch, *rest))
 
 
-def _first(hidden: Any, tokens: int) -> Any:
-    """Slice the first `tokens` rows of a tensor, or of all tensors in nested tuples and lists."""
-    if isinstance(hidden, tuple | list):
-        return type(hidden)(_first(part, tokens) for part in hidden)
-    return hidden[:tokens]
-
-
-def _fill(original: Callable[..., None], buffers: Any, **batch: Any) -> None:
-    before = buffers.prefix_lens.clone()
-    original(buffers, **batch)
-    if _fault() == FAULTS[0]:
-        buffers.state_slots[-1] = buffers.state_slots[0]
-    if _fault() == FAULTS[1]:
-        buffers.prefix_lens.copy_(before)
+HOOKS: dict[str, Callable[..., Any]] = {
+    "dsv4_sglang.srt.attention.backend.HybridCacheBackend.init_forward_metadata_out_graph": _init_metadata,
+    "dsv4_sglang.srt.models.deepseek_v4.Model.forward": _forward,
+}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +16,8 @@ from typer.testing import CliRunner
 from benchmarks import ports
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.conversation import QUESTION
+from dsv4_sglang.cli.server import start, stop
+from dsv4_sglang.srt.integration.launch_command import Command
 
 pytestmark = pytest.mark.server
 
@@ -37,34 +36,21 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """Reserved port of the server."""
-    with ports.reserved() as port:
-        yield port
-
-
-@pytest.fixture(scope="module")
-def process(port: int, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """Yield (process, url, log) of `dsv4-sglang serve --ask` with API keys, after it has shown its conversation."""
     log = tmp_path_factory.mktemp("serve") / "log"
     serve = [sys.executable, "-m", "dsv4_sglang.cli", "serve", "--model-path", str(tiny(seed=0))]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*serve, *ports.flags(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        progress = Progress(process, log)
-        while b"dsv4-sglang: serving at" not in log.read_bytes():
-            progress.check()
-            time.sleep(POLL_SECONDS / 2)
-        yield process, f"http://127.0.0.1:{port}", log
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with ports.reserved() as port, log.open("wb") as output:
+        command = [*serve, *ports.flags(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS]
+        process = start(Command(command, {}), output)
+        try:
+            progress = Progress(process, log)
+            while b"dsv4-sglang: serving at" not in log.read_bytes():
+                progress.check()
+                time.sleep(POLL_SECONDS / 2)
+            yield process, f"http://127.0.0.1:{port}", log
+        finally:
+            stop(process, grace_seconds=0)
 
 
 def test_conversation(process: tuple) -> None:

@@ -1,123 +1,145 @@
-"""Monitoring of a real server: metrics, `dsv4-sglang top`, and Prometheus with the rules and the dashboard."""
+"""Monitoring of a real server: KV events, metrics and `dsv4-sglang top`.
+
+A mirror that follows the KV events equals the server's tree and predicts the prefix hits.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from liveness import Progress
+import zmq
+from kv_mirror import Mirror
+from liveness import STUCK_SECONDS
 from rich.console import Console
-from server_harness import Server, prompt
+from server_harness import FP32, Server, prompt, running
+from sglang.srt.disaggregation.kv_events import KVEventBatch
+from typer.testing import CliRunner
 
-from dsv4_sglang.cli import client
+from dsv4_sglang.cli import app, client
 from dsv4_sglang.cli.top import Page, frame
 from dsv4_sglang.srt.integration.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
-from tools.draw_dashboard import ask, draw, panels, query
 
 pytestmark = pytest.mark.server
 
-ROOT = Path(__file__).parent.parent.parent
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 # 16 device blocks, 6 snapshots and a host cache of 1.5 times that size.
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "2", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--decode-log-interval", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval": 512, "max_snapshots": 6}
-WINDOW = "30m"
-# Prometheus drops a scrape that takes longer, and has no gauges until the next one.
-SCRAPE = "5s"
+OPTIONS = {**FP32, "snapshot_interval": 512, "max_snapshots": 6, "integrity_check": True}
+
+
+class Router:
+    """Subscriber to the KV events of a server, with a mirror of its blocks."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self.mirror = endpoint, Mirror()
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._events = zmq.Context.instance().socket(zmq.SUB)
+        self._events.linger = self._events.rcvhwm = 0
+        self._events.connect(endpoint)
+        self._events.subscribe("")
+
+    def settled(self, server: Server) -> Mirror:
+        """Return the mirror once it equals the announced blocks of the server's tree.
+
+        The integrity check compares those with `announced_by_rule`.
+        """
+        server.wait_idle()
+        begin = time.monotonic()
+        while True:
+            while self._events.poll(100):
+                *_, payload = self._events.recv_multipart()
+                self.mirror.apply(self._decoder.decode(payload).events)
+            (state,) = server.get("/server_info")["internal_states"]
+            (report,) = state["dsv4_sglang_integrity"]
+            assert not report["findings"], report["findings"]
+            if report["announced"] == self.mirror.totals():
+                return self.mirror
+            assert time.monotonic() - begin < STUCK_SECONDS, "the events do not lead to the blocks of the tree"
 
 
 @pytest.fixture(scope="module")
-def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the address of a Prometheus with the configuration of docker/ that scrapes the server every SCRAPE."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed: apt-get install prometheus")
-    folder = tmp_path_factory.mktemp("prometheus")
-    config = (ROOT / "docker" / "prometheus.yml").read_text()
-    assert "server:30000" in config and "15s" in config
-    (folder / "prometheus.yml").write_text(
-        config.replace("server:30000", f"127.0.0.1:{server.port}").replace("15s", SCRAPE)
-    )
-    shutil.copy(ROOT / "docker" / "alerts.yml", folder)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
-    try:
-        url, progress = f"http://{address}", Progress(process, folder / "log")
-        while not scraped(url):
-            progress.check()
-            time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+def router(tmp_path_factory: pytest.TempPathFactory) -> Router:
+    """Router that listens before the server starts, so it misses no event."""
+    return Router(f"ipc://{tmp_path_factory.mktemp('events')}/events")
 
 
-# Maximum seconds until each query has returned data once; scrapes of a busy machine fail.
-INTERVAL_CAP = 90
+@pytest.fixture(scope="module")
+def server(router: Router, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = json.dumps({"publisher": "zmq", "endpoint": router.endpoint})
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running(model, log, *FLAGS, "--kv-events-config", config, **OPTIONS) as server:
+        yield server
 
 
-def scraped(url: str) -> bool:
-    """Return True if Prometheus has seen the server at least twice."""
-    try:
-        result = ask(url, "query", query="count_over_time(dsv4_build_info[1h])")["result"]
-    except OSError:
-        return False
-    return bool(result) and float(result[0]["value"][1]) >= 2
+def assert_predicted(
+    server: Server, router: Router, ids: list[int], predicted: int, cached: int | None = None, **fields: Any
+) -> None:
+    """Assert the hit that the mirror predicts for a prompt, and the hit that the server reports."""
+    assert router.settled(server).found(ids[:-1]) == predicted
+    assert server.generate(ids, 4, **fields).cached == (predicted if cached is None else cached)
 
 
-def has_data(url: str, expression: str) -> bool:
-    """Return True if a query of the dashboard returns a number."""
-    result = ask(url, "query", query=query(expression, WINDOW))["result"]
-    values = [float(series["value"][1]) for series in result]
-    return any(value == value for value in values)
+def test_a_router_believes_what_is_found(server: Server, router: Router) -> None:
+    """The prediction equals the hit for new, repeated and continued prompts."""
+    first = prompt(700, seed=1)
+    assert_predicted(server, router, first, 0)
+    assert_predicted(server, router, first, 640)
+    answer = server.generate(first, 90).tokens
+    assert_predicted(server, router, [*first, *answer, *prompt(40, seed=2)], 768)
+    assert router.settled(server).blocks["GPU"]
 
 
-def load(server: Server, rounds: int) -> None:
+def test_a_branch_is_found_once_its_snapshot_is_there(server: Server, router: Router) -> None:
+    """Before a branch has its own snapshot, the prediction is too high by less than the distance to the previous
+    one."""
+    trunk = prompt(900, seed=3)
+    server.generate(trunk, 1)
+    assert_predicted(server, router, [*trunk[:300], *prompt(300, seed=4)], 256, cached=0)
+    assert_predicted(server, router, [*trunk[:300], *prompt(300, seed=5)], 256)
+
+
+def test_evicted_blocks_are_withdrawn(server: Server, router: Router) -> None:
+    """Ten conversations exceed 16 blocks and 6 snapshots, on the device and on the host."""
+    removed = router.mirror.removed
+    prompts = [prompt(400 + 20 * i, seed=10 + i) for i in range(10)]
+    for ids in (*prompts, *prompts[::-1], *prompts[2:5]):
+        assert_predicted(server, router, ids, router.settled(server).found(ids[:-1]))
+    mirror = router.settled(server)
+    assert mirror.removed > removed, "no block was evicted, so the test checks nothing"
+    assert mirror.blocks["CPU_PINNED"]
+
+
+def test_tenants_are_not_announced(server: Server, router: Router) -> None:
+    ids = prompt(500, seed=40)
+    assert_predicted(server, router, ids, 0, extra_key="tenant")
+    assert_predicted(server, router, ids, 0, cached=384, extra_key="tenant")
+    assert_predicted(server, router, ids, 0)
+
+
+def test_a_flush_is_announced(server: Server, router: Router) -> None:
+    server.generate(prompt(300, seed=50), 1)
+    assert any(router.settled(server).blocks.values())
+    server.flush()
+    assert not any(router.settled(server).blocks.values())
+    assert router.mirror.cleared
+    assert_predicted(server, router, prompt(300, seed=50), 0)
+
+
+def load(server: Server) -> None:
     """Run conversations that exceed device and host memory, with different reuse intervals."""
-    for _ in range(rounds):
-        for i in range(8):
-            server.generate(prompt(400, seed=i), 2)
-            server.generate(prompt(600, seed=100 + i % 2), 2)
-            server.generate(prompt(140, seed=300 + i), 2)
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dsv4_sglang.cli", *arguments], capture_output=True, text=True, cwd=ROOT
-    )
-
-
-def test_dashboard_and_rules(server: Server, prometheus: str, tmp_path: Path) -> None:
-    """On a server that saves, loads and evicts, every dashboard query returns data and no alert rule fails."""
-    load(server, 3)
-    server.generate(prompt(5), 2)
-    progress = Progress(server.process, server.log)
-    missing = [target["expr"] for panel in panels() for target in panel["targets"]]
-    for _ in range(INTERVAL_CAP):
-        missing = [expression for expression in missing if not has_data(prometheus, expression)]
-        if not missing:
-            break
-        progress.check()
-        time.sleep(1)
-    assert not missing
-    picture = tmp_path / "dashboard.png"
-    draw(prometheus, picture, 300, "1m")
-    assert picture.stat().st_size > 10_000
-    (group,) = ask(prometheus, "rules")["groups"]
-    rules: dict[str, Any] = {rule["name"]: rule for rule in group["rules"]}
-    assert len(rules) == 7 and all(rule["health"] != "err" for rule in rules.values()), rules
+    for i in range(8):
+        server.generate(prompt(400, seed=i), 2)
+        server.generate(prompt(600, seed=100 + i % 2), 2)
+        server.generate(prompt(140, seed=300 + i), 2)
 
 
 def test_every_metric_is_published(server: Server) -> None:
@@ -127,9 +149,9 @@ def test_every_metric_is_published(server: Server) -> None:
     for metric in (*METRICS, *HOST_METRICS):
         expected = {f"{metric.exposed}_{part}" for part in ("bucket", "sum", "count")}
         assert names >= (expected if metric.kind == HISTOGRAM else {metric.exposed}), metric.name
-    load(server, 1)
+    load(server)
     before = server.metrics()
-    load(server, 1)
+    load(server)
     server.generate(prompt(5), 2)
     after = server.metrics()
     for name in (
@@ -150,11 +172,11 @@ def test_every_metric_is_published(server: Server) -> None:
 
 
 def test_top(server: Server) -> None:
-    shown = command("top", server.url, "--once")
-    assert shown.returncode == 0, shown.stderr
-    assert server.url in shown.stdout and "rank 0" in shown.stdout
+    shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert server.url in shown.output and "rank 0" in shown.output
     found = server.metrics()
-    lines = dict(line.rsplit("  ", 1) for line in shown.stdout.splitlines() if "  " in line.strip())
+    lines = dict(line.rsplit("  ", 1) for line in shown.output.splitlines() if "  " in line.strip())
     lines = {name.strip(): text.strip() for name, text in lines.items()}
     assert lines["tokens hit, host"] == f"{found['hit_tokens_host']:,.0f}"
     assert lines["snapshots"] == f"{found['snapshots']:.0f} of 6"
@@ -167,11 +189,9 @@ def test_top(server: Server) -> None:
 def test_top_shows_what_happens_now(server: Server) -> None:
     asked = client.Server.at(server.url)
     first = Page.read(asked)
-    ids = prompt(300, seed=200)
-    server.generate(ids, 1)
-    server.generate(ids, 1)
-    second = Page.read(asked, first)
+    for _ in range(2):
+        server.generate(prompt(300, seed=200), 1)
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(frame(second, asked.url))
+        console.print(frame(Page.read(asked, first), asked.url))
     assert re.search(r"hit rate now +42\.7 %", capture.get()), f"not 256 of 600 tokens: {capture.get()}"

@@ -1,24 +1,34 @@
-"""Prefill and decode server with Mooncake over TCP or NIXL, compared with transformers in fp32.
+"""Prefill and decode server with Mooncake over TCP, compared with transformers in fp32.
 
-Neither transfer library is a dependency. Tests are skipped if its wheel or the libraries that it links are missing.
+Mooncake is no dependency. Tests are skipped if its wheel or the libraries that it links are missing.
+test_server_disaggregation_gpu.py uses NIXL.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from disaggregation_harness import Disaggregated, a_pair, by, long_timeouts, needs
-from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, broken, entry_point
+from faulty_cache import HOLDING
 from liveness import Progress
-from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, greedy, one_core_each, prompt, running
+from server_harness import (
+    DRAFTS,
+    FP32,
+    Server,
+    assert_oracle_chooses,
+    distances,
+    greedy,
+    one_core_each,
+    prompt,
+    running,
+)
+from server_plugin import broken
 
 from benchmarks import ports
 from benchmarks.reference.oracle import Oracle
@@ -27,9 +37,9 @@ from dsv4_sglang.cli.server import RequestError
 pytestmark = pytest.mark.server
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+OPTIONS = FP32
 FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-running-requests", "4")
-FLAGS += ("--chunked-prefill-size", "256")
+FLAGS += ("--chunked-prefill-size", "256", *by("mooncake_tcp"))
 # Decode server: nine blocks, one of which is reserved for tokens that a request still generates.
 FULL = ("--max-total-tokens", "1152", "--num-reserved-decode-tokens", "128")
 HOST = ("--max-total-tokens", "1536", "--enable-hierarchical-cache", "--hicache-ratio", "4", "--enable-metrics")
@@ -39,26 +49,16 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
-def waiting() -> Iterator[None]:
+def waiting(plugin: Path) -> Iterator[None]:
+    needs("mooncake_tcp")
     with long_timeouts():
         yield
 
 
-@pytest.fixture(scope="module", params=["mooncake_tcp", "nixl"])
-def backend(request: pytest.FixtureRequest, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Transfer backend of all servers that a test starts."""
-    needs(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "nixl":
-            plugin = entry_point(tmp_path_factory.mktemp("nixl"), "nixl_on_a_cpu")
-            patch.setenv("PYTHONPATH", os.pathsep.join([*plugin, os.environ["PYTHONPATH"]]))
-        yield request.param
-
-
 @pytest.fixture(scope="module")
-def servers(backend: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
-    folder, flags = tmp_path_factory.mktemp("apart"), (*FLAGS, *by(backend))
-    with a_pair(model, folder, flags, ("--max-total-tokens", "4096"), FULL, **OPTIONS) as servers:
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
+    folder = tmp_path_factory.mktemp("apart")
+    with a_pair(model, folder, FLAGS, ("--max-total-tokens", "4096"), FULL, **OPTIONS) as servers:
         yield servers
 
 
@@ -75,13 +75,6 @@ def test_a_batch(servers: Disaggregated, oracle: Oracle) -> None:
     servers.wait_idle()
 
 
-def test_slots_are_counted(servers: Disaggregated) -> None:
-    """The decode server has slots for 4 running requests and 8 in transfer; the prefill server has none for
-    transfers."""
-    counted = "4 requests, 0 for the snapshots of a step, 8 for requests on their way"
-    assert counted in servers.log_text() and "on their way" not in servers.prefill.log_text()
-
-
 def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
     """On a prefix hit the prefill server resumes from a snapshot and also transfers the cached part."""
     ids = prompt(450, seed=3)
@@ -91,10 +84,10 @@ def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
     assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", TRANSFER_FAULTS)
-def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, fault: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", ["the last block stays behind", "the slot stays behind"])
+def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, plugin: Path, kind: str) -> None:
     ids = prompt(330, seed=4)
-    with broken(fault, name):
+    with broken(plugin, kind):
         wrong = servers.generate(ids, GENERATED)
     assert distances(oracle, ids, wrong).max() > 100 * TOLERANCE
     assert_right(servers, oracle, ids)
@@ -142,161 +135,41 @@ def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracl
     assert_right(servers, oracle, prompt(130, seed=8))
 
 
-def test_another_cache_is_rejected(
-    servers: Disaggregated,
-    backend: str,
-    oracle: Oracle,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a different key format and TP size the request fails on both servers, and both continue.
-
-    The error of the decode server names the difference.
-    """
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
-    flags = (*FLAGS, *by(backend), *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
-    options = {**OPTIONS, "indexer_format": "mxfp4"}
-    with running(model, tmp_path / "log", *flags, **options) as other, ThreadPoolExecutor(2) as pool:
-        for _ in range(2):
-            body = {"input_ids": prompt(20), "sampling_params": {"max_new_tokens": 4}, **servers.room()}
-            # The prefill server must fail too, instead of waiting for its timeout of two hours.
-            answers = [pool.submit(server.post, "/generate", body) for server in (other, servers.prefill)]
-            failed = [answer.exception() for answer in answers]
-            assert all(isinstance(error, RequestError) and error.code == 500 for error in failed)
-            assert isinstance(failed[0], RequestError)
-            message = failed[0].text
-            assert "has another cache layout than this decode server" in message
-            assert "fp32 keys" in message and "mxfp4 keys" in message
-            assert "attention TP 1" in message and "attention TP 2" in message
-        other.wait_idle()
-    servers.wait_idle()
-    assert_right(servers, oracle, prompt(131, seed=9))
-
-
-REQUESTS = int(os.environ.get("DSV4_SGLANG_TEST_REQUESTS", "60"))
-
-
-def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
-    """After DSV4_SGLANG_TEST_REQUESTS short requests, every tenth aborted, all blocks and slots are free."""
-
-    def one(i: int) -> None:
-        ids, count = prompt(1 + i % 20, seed=1000 + i), 1 + i % 3
-        if i % 10:
-            assert len(servers.generate(ids, count).tokens) == count
-            return
-        body = greedy(ids, 400, rid=f"aborted {i}", **servers.room())
-        both = servers.decode, servers.prefill
-        with ThreadPoolExecutor(2) as pool:
-            answers = [pool.submit(server.post, "/generate", body) for server in both]
-            progress = Progress(servers.process)
-            while not all(answer.done() for answer in answers):  # one of the servers may not have received it yet
-                for server in both:
-                    server.post("/abort_request", {"rid": body["rid"]})
-                progress.check()
-                time.sleep(0.05)
-        assert answers[0].exception() or answers[0].result()["meta_info"]["completion_tokens"] < 400
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(one, range(REQUESTS)))
-    servers.wait_idle()
-    (load,) = servers.get("/v1/loads")["loads"]
-    assert load["num_used_tokens"] == 0, load
-    assert_right(servers, oracle, prompt(140, seed=40))
-
-
-@pytest.fixture
-def kill_in_transfer(fault: Path) -> Iterator[Callable[[Server, Server], None]]:
-    """Hold the next prompt before its last chunk.
-
-    Yields a function that kills the second server as soon as the first one, the prefill server, holds the prompt.
-    """
-    with broken(fault, HELD):
-
-        def kill(prefill: Server, killed: Server) -> None:
-            progress = Progress(prefill.process)
-            while fault.read_text() != HOLDING:
-                progress.check()
-                time.sleep(0.05)
-            killed.kill()
-            fault.unlink()
-
-        yield kill
-
-
-@pytest.fixture
-def another(backend: str, model: Path, tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
-    """Return a function that starts an additional server in the given mode."""
-    numbers = count()
-
-    def start(mode: str, *flags: str) -> AbstractContextManager[Server]:
-        given = (*FLAGS, *by(backend), "--disaggregation-mode", mode, *flags)
-        return running(model, tmp_path / f"log {next(numbers)}", *given, **OPTIONS)
-
-    return start
-
-
-@pytest.fixture
-def bootstrap() -> Iterator[int]:
-    """Reserved bootstrap port."""
-    with ports.reserved() as port:
-        yield port
-
-
 def test_the_prefill_server_is_killed(
-    servers: Disaggregated,
-    bootstrap: int,
-    oracle: Oracle,
-    another: Callable[..., AbstractContextManager[Server]],
-    kill_in_transfer: Callable[[Server, Server], None],
+    servers: Disaggregated, oracle: Oracle, model: Path, plugin: Path, tmp_path: Path
 ) -> None:
-    """If the prefill server is killed during a transfer, the decode server frees the request and works with the next
-    one."""
+    """If the prefill server is killed before it has sent the last chunk, the decode server frees the request and works
+    with the next one."""
     ids = prompt(500, seed=41)
-    flags = ("--max-total-tokens", "4096", "--disaggregation-bootstrap-port", str(bootstrap))
-    for number in range(2):
-        with another("prefill", *flags) as prefill:
+    with ports.reserved() as bootstrap:
+        flags = (*FLAGS, "--max-total-tokens", "4096", "--disaggregation-mode", "prefill")
+        flags += ("--disaggregation-bootstrap-port", str(bootstrap))
+        with running(model, tmp_path / "killed", *flags, **OPTIONS) as prefill, ThreadPoolExecutor(1) as pool:
             pair = Disaggregated(prefill, servers.decode, bootstrap)
             pair.rooms = servers.rooms
-            if number == 0:
-                with ThreadPoolExecutor(1) as pool:
-                    answer = pool.submit(pair.generate, ids, 8)
-                    kill_in_transfer(prefill, prefill)
-                    with pytest.raises(RequestError) as rejected:
-                        answer.result()
-                assert rejected.value.code == 500 and "Lost connection with prefill" in rejected.value.text
-                servers.decode.wait_idle()
-            else:
-                assert_right(pair, oracle, ids)
-                pair.wait_idle()
-    assert_right(servers, oracle, ids)
-
-
-def test_the_decode_server_is_killed(
-    servers: Disaggregated,
-    oracle: Oracle,
-    another: Callable[..., AbstractContextManager[Server]],
-    kill_in_transfer: Callable[[Server, Server], None],
-) -> None:
-    """If the decode server is killed during a transfer, the request fails and the prefill server continues."""
-    ids = prompt(500, seed=42)
-    with another("decode", *FULL) as decode, ThreadPoolExecutor(2) as pool:
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
-        answers = [pool.submit(server.post, "/generate", body) for server in (decode, servers.prefill)]
-        kill_in_transfer(servers.prefill, decode)
-        with pytest.raises(RequestError) as failed:
-            answers[1].result()
-        assert failed.value.code == 500
-        assert answers[0].exception() is not None
-    servers.wait_idle()
+            with broken(plugin, "the end of a prompt is held"):
+                answer = pool.submit(pair.generate, ids, 8)
+                progress = Progress(prefill.process)
+                while (plugin / "fault").read_text() != HOLDING:
+                    progress.check()
+                    time.sleep(0.05)
+                prefill.kill()
+            with pytest.raises(RequestError) as rejected:
+                answer.result()
+            assert rejected.value.code == 500 and "Lost connection with prefill" in rejected.value.text
+            servers.decode.wait_idle()
+        with running(model, tmp_path / "next", *flags, **OPTIONS) as prefill:
+            pair = Disaggregated(prefill, servers.decode, bootstrap)
+            pair.rooms = servers.rooms
+            assert_right(pair, oracle, ids)
+            pair.wait_idle()
     assert_right(servers, oracle, ids)
 
 
 def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With TP 2, process i of one server sends to process i of the other."""
-    needs("mooncake_tcp")
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
-    flags = (*FLAGS, *by("mooncake_tcp"), "--tp-size", "2", "--max-total-tokens", "4096")
+    flags = (*FLAGS, "--tp-size", "2", "--max-total-tokens", "4096")
     with a_pair(model, tmp_path, flags, **OPTIONS) as pair:
         prompts = [prompt(length, seed=43) for length in (5, 128, 450)]
         for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
@@ -309,8 +182,7 @@ def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path, monkeyp
 
 @pytest.fixture(scope="module")
 def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
-    needs("mooncake_tcp")
-    model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *by("mooncake_tcp"), *DRAFTS)
+    model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *DRAFTS)
     with a_pair(model, tmp_path_factory.mktemp("speculating"), flags, HOST, FULL, **OPTIONS) as servers:
         yield servers
 
@@ -328,12 +200,8 @@ def test_drafts_and_the_host_cache(speculating: Disaggregated, tiny: Callable[..
     assert speculating.prefill.metrics()["hit_tokens_host"] > 0, "no tokens came from the host"
 
 
-def test_drafts_are_accepted(speculating: Disaggregated) -> None:
-    """Drafts are accepted after a transferred prompt. The acceptance length hardly depends on the draft model's
-    ring."""
+def test_drafts_on_a_full_decode_server(speculating: Disaggregated, tiny: Callable[..., Path]) -> None:
+    """Drafts are accepted after a transferred prompt, also on a decode server that retracts requests."""
     meta = speculating.post("/generate", greedy(prompt(200, seed=30), 40))["meta_info"]
     assert meta["spec_accept_length"] > 1.5
-
-
-def test_drafts_on_a_full_decode_server(speculating: Disaggregated, tiny: Callable[..., Path]) -> None:
     assert_right_though_full(speculating, Oracle(tiny(**MODEL, nextn=True)))

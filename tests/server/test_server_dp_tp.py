@@ -8,26 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faulty_cache import RANK_FAULTS, broken
-from server_harness import (
-    Server,
-    assert_burst,
-    assert_same,
-    distances,
-    on_rank,
-    prompt,
-)
+from server_harness import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
+from server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault")]
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
+OPTIONS = {**FP32, "max_snapshots": 12}
 # (tokens, tokens to generate, rank). Odd numbers of tokens are padded to even ones.
 ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
 
@@ -43,8 +36,8 @@ def test_two_processes_a_rank(server: Server, oracle: Oracle) -> None:
     server.wait_idle()
 
 
-@pytest.mark.parametrize("kind", RANK_FAULTS)
-def test_a_broken_rank_shows(server: Server, oracle: Oracle, fault: Path, kind: str) -> None:
-    with broken(fault, kind), pytest.raises(AssertionError):
+@pytest.mark.parametrize("kind", ["experts see tokens of one rank", "padding owns a request's slot"])
+def test_a_broken_rank_shows(server: Server, oracle: Oracle, plugin: Path, kind: str) -> None:
+    with broken(plugin, kind), pytest.raises(AssertionError):
         assert_burst(server, oracle, ASKED, seed=60, tolerance=TOLERANCE)
     server.flush()

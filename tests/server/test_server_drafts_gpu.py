@@ -8,62 +8,36 @@ bf16 compute. test_server_speculation.py and test_server_dspark.py compare with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import recorded_drafts
-from faulty_cache import DRAFT_FAULT, broken, plugged
-from server_harness import DRAFTS, Server, greedy, prompt, running
+from recorded_drafts import recorded
+from server_harness import DRAFTS, Server, greedy, prompt
+from server_plugin import broken
 from torch import Tensor
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
 # Twelve prompts take 144 blocks; the device has 64. After a hit the last 12 tokens of each prompt are computed.
 LENGTH, CACHED, COUNT = 1420, 1408, 12
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "8192")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8")
-SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "EAGLE": ({"nextn": True}, DRAFTS),
-    "EAGLE, no graphs, no overlap": ({"nextn": True}, (*DRAFTS, "--disable-cuda-graph", "--disable-overlap-schedule")),
-    "DSPARK": ({"dspark": 5}, ("--speculative-algorithm", "DSPARK")),
-}
+SERVERS = {"EAGLE": DRAFTS, "DSPARK": ("--speculative-algorithm", "DSPARK")}
+MODEL = {"seed": 1}
+RECORDS = ("drafts",)
 
 
-@pytest.fixture
-def drafts(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.fixture(params=SERVERS)
-def server(
-    request: pytest.FixtureRequest,
-    fault: Path,
-    drafts: Path,
-    tiny: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Server]:
-    model, more = SERVERS[request.param]
-    flags = (*FLAGS, *more)
-    recorder, log = tmp_path_factory.mktemp("recorder"), tmp_path_factory.mktemp("drafts") / "log"
-    with (
-        plugged(recorder, "recorded_drafts", **{recorded_drafts.DRAFTS: str(drafts)}),
-        running(tiny(seed=1, **model), log, *flags, cpu=False) as server,
-    ):
-        yield server
-
-
-def visit(
-    server: Server, drafts: Path, prompts: Sequence[list[int]], name: str, cached: int
+def drafts(
+    server: Server, plugin: Path, prompts: Sequence[list[int]], visit: str, cached: int
 ) -> list[tuple[int, Tensor]]:
     """Send each prompt; return the first token of each answer and the draft model's output for it."""
     for i, ids in enumerate(prompts):
-        answer = server.post("/generate", greedy(ids, 4, rid=f"{name} {i}"))
+        answer = server.post("/generate", greedy(ids, 4, rid=f"{visit} {i}"))
         assert answer["meta_info"]["cached_tokens"] == cached
-    first = {block.rid: block for block in recorded_drafts.recorded(drafts) if block.length == LENGTH}
-    blocks = [first[f"{name} {i}"] for i in range(len(prompts))]
+    first = {block.rid: block for block in recorded(plugin) if block.length == LENGTH}
+    blocks = [first[f"{visit} {i}"] for i in range(len(prompts))]
     return [(block.tokens[0], block.logits if block.streams is None else block.streams) for block in blocks]
 
 
@@ -74,14 +48,15 @@ def distance(ours: Sequence[tuple[int, Tensor]], theirs: Sequence[tuple[int, Ten
     return float(sum(same) / len(same))
 
 
-def test_the_draft_models_rings_come_back(server: Server, drafts: Path, fault: Path) -> None:
+def test_the_draft_models_rings_come_back(server: Server, plugin: Path, name: str) -> None:
     """Drafts after hits on device and host are as in cold steps; without the ring the distance is several times as
     large."""
     prompts = [prompt(LENGTH, seed=300 + i) for i in range(COUNT)]
     server.flush()
-    cold, warm = (visit(server, drafts, prompts, name, cached) for name, cached in (("cold", 0), ("warm", CACHED)))
-    with broken(fault, DRAFT_FAULT):
-        wrong = visit(server, drafts, prompts, "without", CACHED)
+    cold = drafts(server, plugin, prompts, f"{name} cold", 0)
+    warm = drafts(server, plugin, prompts, f"{name} warm", CACHED)
+    with broken(plugin, "snapshots without the draft model's ring"):
+        wrong = drafts(server, plugin, prompts, f"{name} without", CACHED)
     from_host = server.metrics()["hit_tokens_host"]
     apart = [distance(found, cold) for found in (warm, wrong)]
     print(f"{apart[0]:.5f} right, {apart[1]:.5f} without a ring, {from_host:.0f} tokens from the host")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from recorded_drafts import recorded
-from server_harness import HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
+from server_harness import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
 
 from benchmarks.reference.dspark import DSpark
 from benchmarks.reference.oracle import Oracle
@@ -24,18 +24,17 @@ from dsv4_sglang.planner.plan import planned_layout
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import Options
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("drafts", "recorded_steps")]
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 CHUNK = 128
-MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64, "dspark": 5}
+MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--enable-metrics")
 FLAGS += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
-FLAGS += HOST_CACHE
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_through_selective")
+OPTIONS = {**FP32, "integrity_check": True}
 # By default SGLang computes the Markov bias from bf16 weights.
 ENVIRONMENT = {"SGLANG_DSPARK_OPT_MARKOV_W2_BF16": "0"}
-RECORDED_TOKENS = 100
-HAS_LOG_PROBABILITIES = compat.IS_0_5_23
+RECORDS, GRAPH_TOKENS = ("drafts",), 100
 # Tolerance of log p, and of a draft's logits, whose magnitude reaches 20.
 TOLERANCE, LOGITS = 1e-4, 2e-3
 
@@ -49,7 +48,7 @@ def generate(server: Server, ids: list[int], count: int, rid: str) -> dict[str, 
     return server.post("/generate", greedy(ids, count, rid=rid))
 
 
-def check(oracle: Oracle, head: DSpark, drafts: Path, asked: dict[str, list[int]], got: dict[str, Any]) -> None:
+def check(oracle: Oracle, head: DSpark, plugin: Path, asked: dict[str, list[int]], got: dict[str, Any]) -> None:
     """Assert that tokens are the oracle's and that drafts of every step are the head's."""
     for rid, ids in asked.items():
         tokens = got[rid]["output_ids"]
@@ -58,7 +57,7 @@ def check(oracle: Oracle, head: DSpark, drafts: Path, asked: dict[str, list[int]
         text = [*ids, *tokens]
         hidden = head.hidden(oracle, text)
         # The last step of a request may extend past its end.
-        blocks = [block for block in recorded(drafts) if block.rid == rid and block.length < len(text)]
+        blocks = [block for block in recorded(plugin) if block.rid == rid and block.length < len(text)]
         assert len(blocks) >= got[rid]["meta_info"]["spec_verify_ct"] > 0
         for block in blocks:
             assert block.tokens[0] == text[block.length]
@@ -67,17 +66,17 @@ def check(oracle: Oracle, head: DSpark, drafts: Path, asked: dict[str, list[int]
             assert block.logits.argmax(-1).tolist() == block.tokens[1:]
 
 
-def test_a_batch(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
+def test_a_batch(server: Server, oracle: Oracle, head: DSpark, plugin: Path) -> None:
     """Tokens and drafts are right in a batch of short and long requests that cross multiples of 4 and 128."""
     asked = {f"batch {n}": prompt(n) for n in (1, 5, 126, 300)}
     with ThreadPoolExecutor(len(asked)) as pool:
         got = dict(zip(asked, pool.map(lambda rid: generate(server, asked[rid], 40, rid), asked)))
-    check(oracle, head, drafts, asked, got)
+    check(oracle, head, plugin, asked, got)
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in got.values())
     assert steps < 0.7 * 4 * 40, f"{steps} steps for 160 tokens"
 
 
-def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
+def test_warm(server: Server, oracle: Oracle, head: DSpark, plugin: Path) -> None:
     """Tokens and drafts are right after a snapshot of a prefill step and after one that a verify step took at 384."""
     ids = prompt(300, seed=1)
     server.flush()
@@ -86,10 +85,10 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> Non
     got = {"cold": cold, **{rid: generate(server, asked[rid], 12, rid) for rid in ("warm", "turn")}}
     cached = [got[rid]["meta_info"]["cached_tokens"] for rid in asked]
     assert cached == [0, 256, 384]
-    check(oracle, head, drafts, asked, got)
+    check(oracle, head, plugin, asked, got)
 
 
-def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
+def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, plugin: Path) -> None:
     """After a load from the host the drafts are those of a cold prompt: snapshots include the rings of the stages."""
     asked = {f"host {n}": prompt(600, seed=10 + n) for n in range(5)}
     server.flush()
@@ -100,7 +99,7 @@ def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Pat
     assert all(answer["meta_info"]["cached_tokens"] == 512 for answer in got.values())
     generate(server, prompt(5), 1, "counters are published when requests come and go")
     assert server.metrics()["hit_tokens_host"] - before["hit_tokens_host"] >= 2 * 512
-    check(oracle, head, drafts, asked, got)
+    check(oracle, head, plugin, asked, got)
     server.wait_idle()
 
 
@@ -128,26 +127,19 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
     assert "rings of 4 layers and 3 of the draft model" in table
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        pytest.param(
-            {"return_logprob": True},
-            "return_logprob",
-            marks=pytest.mark.skipif(HAS_LOG_PROBABILITIES, reason="served by this release of SGLang"),
-        ),
-        ({"sampling_params": {"temperature": 0.5}}, "temperature 0"),
-    ],
-)
-def test_what_is_rejected_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError) as rejected:
-        server.post("/generate", greedy(prompt(5), 4, **fields))
-    assert rejected.value.code == 400 and said in rejected.value.text
-    assert len(generate(server, prompt(5), 4, f"after {said}")["output_ids"]) == 4
+def test_what_is_rejected_a_request_at_a_time(server: Server) -> None:
+    rejected: list[tuple[dict[str, Any], str]] = [({"sampling_params": {"temperature": 0.5}}, "temperature 0")]
+    if not compat.IS_0_5_23:
+        rejected.append(({"return_logprob": True}, "return_logprob"))
+    for fields, said in rejected:
+        with pytest.raises(RequestError) as error:
+            server.post("/generate", greedy(prompt(5), 4, **fields))
+        assert error.value.code == 400 and said in error.value.text
+    assert len(generate(server, prompt(5), 4, "after")["output_ids"]) == 4
     server.wait_idle()
 
 
-@pytest.mark.skipif(not HAS_LOG_PROBABILITIES, reason="SGLang rejects them with DSPARK")
+@pytest.mark.skipif(not compat.IS_0_5_23, reason="SGLang rejects them with DSPARK")
 def test_log_probabilities(server: Server, oracle: Oracle) -> None:
     ids = prompt(200, seed=2)
     assert_oracle_chooses(oracle, ids, server.generate(ids, 20), TOLERANCE)

@@ -14,7 +14,7 @@ from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 
-MODEL = {"seed": 2, "index_topk": 64, "ratios": (0, 4, 128, 4), "nextn": True}
+MODEL = {"seed": 2, "index_topk": 64, "ratios": (0, 4, 128, 4)}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens", "4096", "--max-running-requests", "4")
 FLAGS += ("--chunked-prefill-size", "128", *DRAFTS)
 OPTIONS = {"snapshot_interval": 256}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from liveness import STUCK_SECONDS
 from pydantic import BaseModel
-from server_harness import Server
+from server_harness import FP32, Server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -29,17 +29,17 @@ pytestmark = pytest.mark.server
 CONTEXT, VOCABULARY = 2048, 384
 FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "16", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "8192", "--chunked-prefill-size", "256", "--tool-call-parser", "deepseekv4")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+OPTIONS = FP32
 MODEL = {"seed": 0, "ratios": (0, 4), "index_topk": 1536}
 
 PROMPT = [5, 6, 7]
 GREEDY = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
 # Values of all JSON types. The vocabulary ends at VOCABULARY - 1.
 VALUES: tuple[Any, ...] = (
-    *(None, True, 0, 1, -1, -5, 1.5, VOCABULARY, 1 << 31, 1 << 40, 1 << 63, 1 << 70, -(1 << 70)),
-    *(1e-300, 1e300, float("nan"), "", "x", "(", "\ud800", "x" * 5000),
-    *([], [1], [-1], [VOCABULARY], [1 << 70], [1.5], ["x"], [None], [[1]], [[]], [{}]),
-    *({}, {"a": 1}, {"1": 1.0}, {"1": 1e300}, {"1": "x"}, {"-1": 1}, {"id": 5}, {"a": {"b": [1]}}),
+    *(None, True, 0, -1, 1.5, VOCABULARY, 1 << 31, 1 << 70, -(1 << 70), 1e300, float("nan")),
+    *("", "x", "(", "\ud800"),
+    *([], [1], [-1], [1 << 70], ["x"], [None], [[1]], [{}]),
+    *({}, {"a": 1}, {"1": 1e300}, {"1": "x"}, {"-1": 1}, {"id": 5}),
 )
 OPENAI_VALUES = (-1, 1.5, VOCABULARY + 1, 1 << 40, 1 << 70, "x", "\ud800", [1], ["x"], {"1": "x"})
 FIELDS = [field.name for field in dataclasses.fields(GenerateReqInput)]
@@ -119,42 +119,24 @@ def assert_answered_or_rejected(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_fields(server: Server, right: list[int], name: str) -> None:
-    assert_answered_or_rejected(server, right, name, lambda value: usual(**{name: value}))
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields(server: Server, right: list[int], field: str) -> None:
+    assert_answered_or_rejected(server, right, field, lambda value: usual(**{field: value}))
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_sampling_parameters(server: Server, right: list[int], name: str) -> None:
-    assert_answered_or_rejected(server, right, name, lambda value: with_parameter(name, value))
+@pytest.mark.parametrize("parameter", PARAMETERS)
+def test_sampling_parameters(server: Server, right: list[int], parameter: str) -> None:
+    assert_answered_or_rejected(server, right, parameter, lambda value: with_parameter(parameter, value))
 
 
-REJECTED: dict[str, tuple[dict[str, Any], str]] = {
-    "a token beyond": (usual(input_ids=[5, VOCABULARY]), f"input_ids is {VOCABULARY}; expected token ids of the model"),
-    "a list for a name space": (usual(extra_key=["a"]), "extra_key"),
-    "an image": (usual(image_data="x"), "image_data is 'x', which is not supported: the model takes text only"),
-    "an end that is no token": (
-        usual(sampling_params={**GREEDY, "min_new_tokens": 1, "stop_token_ids": [VOCABULARY]}),
-        f"stop_token_ids is {VOCABULARY}; expected token ids of the model",
-    ),
-    "top_k": (
-        usual(sampling_params={"max_new_tokens": 2, "top_k": 1 << 40}),
-        "top_k is 1099511627776; expected -1, or 1 to 2147483647",
-    ),
-    "a bias beyond float32": (with_parameter("logit_bias", {"1": 1e300}), "logit_bias of token 1 is 1e+300; expected"),
-}
-
-
-@pytest.mark.parametrize("what", REJECTED)
-def test_one_line_says_why(server: Server, what: str) -> None:
-    body, message = REJECTED[what]
+def test_one_line_says_why(server: Server) -> None:
+    """test_request_validation.py has the other messages."""
+    body, message = usual(input_ids=[5, VOCABULARY]), f"input_ids is {VOCABULARY}; expected token ids of the model"
     status, text = ask(server, body)
-    assert status == 400
-    assert message in json.loads(text)["error"]["message"]
-    status, text = ask(server, {**body, "stream": True})
+    assert status == 400 and message in json.loads(text)["error"]["message"]
+    _, text = ask(server, {**body, "stream": True})
     event = json.loads(text.splitlines()[0].removeprefix("data: "))
     assert event["error"]["code"] == 400 and message in event["error"]["message"]
-    assert ask(server, usual())[0] == 200
 
 
 BODIES: dict[str, Any] = {
@@ -182,20 +164,10 @@ def test_the_longest_prompt_is_answered(server: Server) -> None:
     assert ask(server, usual(input_ids=[5] * (CONTEXT - SPARED)))[0] == 200
 
 
-def test_bytes_that_are_no_json(server: Server) -> None:
-    for data in (b"", b"{", b"\xff" * 100, b"[" * 100_000):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        connection.request("POST", "/generate", data, {"Content-Type": "application/json"})
-        assert 400 <= connection.getresponse().status < 500
-        connection.close()
-    assert ask(server, usual())[0] == 200
-
-
 def test_a_field_that_sglang_sets(server: Server) -> None:
     """The field is rejected by the package or, in SGLang 0.5.23, by the HTTP server with its own error format."""
     status, text = ask(server, with_parameter("is_normalized", True))
     assert status == 400 and "is_normalized" in text and "expected one of" in text
-    assert ask(server, usual())[0] == 200
 
 
 OPENAI: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -222,22 +194,13 @@ def test_fields_of_openai(server: Server, path: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-GRAMMARS: dict[str, tuple[dict[str, Any], str]] = {
-    "json_schema": ({"json_schema": json.dumps({"enum": ["red", "blue"]})}, '"(red|blue)"'),
-    "regex": ({"regex": "(ab|cd)e"}, "(ab|cd)e"),
-    "ebnf": ({"ebnf": 'root ::= "yes" | "no"'}, "yes|no"),
-}
-
-
-@pytest.mark.parametrize("what", GRAMMARS)
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_grammars(server: Server, what: str, temperature: int) -> None:
+def test_grammars(server: Server, temperature: int) -> None:
     """A request with a grammar is right in a batch with one that has none."""
-    grammar, expected = GRAMMARS[what]
-    params = {"max_new_tokens": 32, "temperature": temperature, **grammar}
+    params = {"max_new_tokens": 32, "temperature": temperature, "regex": "(ab|cd)e"}
     with_grammar, without = ask_all(server, [usual(sampling_params=params), usual()])
     assert without[0] == with_grammar[0] == 200, with_grammar[1]
-    assert re.fullmatch(expected, json.loads(with_grammar[1])["text"]), with_grammar[1]
+    assert re.fullmatch("(ab|cd)e", json.loads(with_grammar[1])["text"]), with_grammar[1]
 
 
 def test_a_tool_is_called(server: Server) -> None:

@@ -6,30 +6,29 @@ The tests need `pip install torch_memory_saver`, which SGLang requires and the C
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from server_harness import DRAFTS, Server, assert_as_cold, prompt, running
+from server_harness import DRAFTS, Server, assert_as_cold, prompt
 
+pytest.importorskip("torch_memory_saver")
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--enable-memory-saver")
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-tokens", "262144")
 SERVERS: dict[str, tuple[str, ...]] = {
-    "fp8": ("--enable-weights-cpu-backup",),
     "fp8, host cache": HOST,
     "fp8, 3 drafts": (*DRAFTS, "--enable-weights-cpu-backup"),
     "bf16, no graphs, no overlap": (
-        "--kv-cache-dtype",
-        "bfloat16",
-        "--disable-cuda-graph",
-        "--disable-overlap-schedule",
+        *("--kv-cache-dtype", "bfloat16"),
+        *("--disable-cuda-graph", "--disable-overlap-schedule"),
     ),
 }
+MODEL = {"seed": 1}
+ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 OPTIONS = {"snapshot_interval": 512, "max_snapshots": 128}
 MIB = 1 << 20
 # Tolerance for physical memory, which is mapped in pages of 2 MiB: up to 2 MiB more per tensor, and up to 20 MiB more
@@ -38,28 +37,12 @@ PAGES = 128 * MIB
 LENGTHS = (300, 700, 1500, 3000)
 
 
-class Started(NamedTuple):
-    server: Server
-    name: str
-    model: Path
-    # Bytes of the pools according to the start-up table.
-    table: int
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def started(
-    request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Started]:
-    pytest.importorskip("torch_memory_saver")
-    log = tmp_path_factory.mktemp("sleep") / "log"
-    model = tiny(seed=1, nextn="drafts" in request.param)
-    flags = (*FLAGS, *SERVERS[request.param])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
-        with running(model, log, *flags, cpu=False, **OPTIONS) as server:
-            found = re.search(r"([\d.]+) GiB in all", server.log_text())
-            assert found, "no start-up table"
-            yield Started(server, request.param, model, int(float(found[1]) * (1 << 30)))
+@pytest.fixture
+def table(server: Server) -> int:
+    """Bytes of the pools according to the start-up table."""
+    found = re.search(r"([\d.]+) GiB in all", server.log_text())
+    assert found, "no start-up table"
+    return int(float(found[1]) * (1 << 30))
 
 
 def free_bytes() -> int:
@@ -80,24 +63,22 @@ def resume(server: Server, *tags: str) -> int:
     return before - free_bytes()
 
 
-def test_what_is_given_back(started: Started) -> None:
+def test_what_is_given_back(server: Server, name: str, table: int) -> None:
     """A release frees the table's bytes; the first one also frees memory cached by torch and of prefill steps."""
-    server = started.server
     server.generate(prompt(4000), 20)
     server.wait_idle()
     first = release(server, "kv_cache")
-    assert first >= started.table - MIB
+    assert first >= table - MIB
     resume(server, "kv_cache")
     freed = release(server, "kv_cache")
-    print(f"{started.name}: table {started.table / MIB:.0f} MiB, freed {first / MIB:.0f} and {freed / MIB:.0f} MiB")
+    print(f"{name}: table {table / MIB:.0f} MiB, freed {first / MIB:.0f} and {freed / MIB:.0f} MiB")
     taken = resume(server, "kv_cache")
-    assert -MIB <= freed - started.table <= PAGES
+    assert -MIB <= freed - table <= PAGES
     assert abs(taken - freed) <= MIB
 
 
-def test_answers_behind_it(started: Started) -> None:
+def test_answers_behind_it(server: Server, name: str) -> None:
     """After three cycles of sleep and wake-up, only the host cache is hit, and batched answers are right."""
-    server = started.server
     prompts = [prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
     for ids in prompts:
         server.generate(ids, 40)
@@ -106,16 +87,15 @@ def test_answers_behind_it(started: Started) -> None:
         release(server, "kv_cache")
         resume(server, "kv_cache")
         again = server.generate_all(prompts, 40)
-        expected = [(len(ids) - 1) // 128 * 128 if "host" in started.name else 0 for ids in prompts]
+        expected = [(len(ids) - 1) // 128 * 128 if "host" in name else 0 for ids in prompts]
         assert [got.cached for got in again] == expected
         assert_as_cold(server, {f"prompt {i}": (ids, got) for i, (ids, got) in enumerate(zip(prompts, again))})
-    if "no graphs" not in started.name:
+    if "no graphs" not in name:
         assert "cuda graph: True" in server.log_text()
     server.wait_idle()
 
 
-def test_a_request_that_runs_goes_on(started: Started) -> None:
-    server = started.server
+def test_a_request_that_runs_goes_on(server: Server) -> None:
     ids = prompt(900, seed=30)
     answer = server.begin(ids, 300, 20)
     release(server, "kv_cache")
@@ -126,26 +106,27 @@ def test_a_request_that_runs_goes_on(started: Started) -> None:
     server.wait_idle()
 
 
-def test_all_memory_and_new_weights(started: Started, tiny: Callable[..., Path]) -> None:
+def test_all_memory_and_new_weights(
+    server: Server, name: str, table: int, model: Path, tiny: Callable[..., Path]
+) -> None:
     """All memory is released at once, and weights are restored from the host backup or loaded again."""
-    server = started.server
     ids = prompt(700, seed=40)
     reference = server.generate(ids, 40)
     server.wait_idle()
     freed = release(server, "kv_cache", "weights", "cuda_graph")
-    print(f"{started.name}: all memory, {freed / MIB:.0f} MiB")
-    assert freed >= started.table
+    print(f"{name}: all memory, {freed / MIB:.0f} MiB")
+    assert freed >= table
     resume(server, "cuda_graph", "weights")
-    if "--enable-weights-cpu-backup" not in SERVERS[started.name]:
-        assert server.post("/update_weights_from_disk", {"model_path": str(started.model)})["success"]
+    if "--enable-weights-cpu-backup" not in SERVERS[name]:
+        assert server.post("/update_weights_from_disk", {"model_path": str(model)})["success"]
     resume(server, "kv_cache")
     got = server.generate(ids, 40)
     assert got.tokens == reference.tokens
     server.wait_idle()
-    other = tiny(seed=9, nextn="drafts" in started.name)
-    for model in (other, started.model):
-        assert server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})["success"]
+    for weights in (tiny(seed=9, nextn="drafts" in name), model):
+        body = {"model_path": str(weights), "flush_cache": False}
+        assert server.post("/update_weights_from_disk", body)["success"]
         got = server.generate(ids, 40)
         assert got.cached == 0
-        assert (got.tokens == reference.tokens) == (model == started.model)
+        assert (got.tokens == reference.tokens) == (weights == model)
     server.wait_idle()

@@ -12,30 +12,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import recorded_drafts
-from faulty_cache import DRAFT_FAULT, broken
+from recorded_drafts import recorded
 from server_harness import (
     DRAFTS,
+    FP32,
     HOST_CACHE,
     Generated,
     Server,
     assert_oracle_chooses,
-    live,
     prompt,
 )
+from server_plugin import broken
 from transformers import DynamicCache
 
 from benchmarks.reference.nextn import NextN
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.srt.integration.server_context import GREEDY_ON_CPU
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("drafts", "fault", "recorded_steps")]
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
-MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
+MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
-FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_CACHE)
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
-RECORDED_TOKENS = 100
+FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics")
+FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_back")
+OPTIONS = {**FP32, "integrity_check": True}
+RECORDS, GRAPH_TOKENS = ("drafts",), 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
 # Tolerance of log p, and of the layer's streams and logits, whose magnitude reaches 20.
 TOLERANCE, DRAFTED = 1e-4, 1e-3
@@ -50,14 +51,14 @@ Compare = Callable[[str, list[int], Generated], list[float]]
 
 
 @pytest.fixture
-def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Compare:
+def apart(oracle: Oracle, layer: NextN, plugin: Path) -> Compare:
     """Return a function that computes the distance of each verify step of a request from the layer in plain PyTorch."""
 
     def compare(rid: str, ids: list[int], got: Generated) -> list[float]:
         text = [*ids, *got.tokens]
         streams, cache, written = oracle.streams(text, chunk=128), DynamicCache(config=layer.config), 0
         # The last step of a request may extend past its end.
-        blocks = [block for block in recorded_drafts.recorded(drafts) if block.rid == rid and block.length < len(text)]
+        blocks = [block for block in recorded(plugin) if block.rid == rid and block.length < len(text)]
         found = []
         for block in sorted(blocks, key=lambda block: block.length):
             decided, *drafted = block.tokens
@@ -118,11 +119,11 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Compare) -> N
 
 
 def test_a_snapshot_without_the_draft_models_ring_shows(
-    server: Server, oracle: Oracle, apart: Compare, fault: Path
+    server: Server, oracle: Oracle, apart: Compare, plugin: Path
 ) -> None:
     """A snapshot without the draft model's ring changes the drafts, but neither tokens nor the acceptance length."""
     ids, found = prompt(390, seed=40), []
-    with broken(fault, DRAFT_FAULT):
+    with broken(plugin, "snapshots without the draft model's ring"):
         for visit, cached in (("cold", 0), ("warm", 384)):
             got = server.generate(ids, 8, rid=f"without {visit}")
             assert got.cached == cached
@@ -130,10 +131,6 @@ def test_a_snapshot_without_the_draft_models_ring_shows(
             found.append(apart(f"without {visit}", ids, got))
     cold, warm = found
     assert max(cold) <= DRAFTED and min(warm) > 100 * DRAFTED, found
-
-
-def test_lifecycles(server: Server) -> None:
-    live(server)
 
 
 def test_the_server_says_that_a_cpu_answers_greedily(server: Server) -> None:

@@ -5,16 +5,14 @@ KV has one head, so each process holds the whole cache, and both must make the s
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, LOADS, LOCK_FAULT, broken
+from faulty_cache import LAUNCH_ERROR
 from server_harness import (
     BROKEN_OFF,
+    FP32,
     HOST_CACHE,
     Server,
     assert_oracle_chooses,
@@ -23,13 +21,14 @@ from server_harness import (
     ends,
     prompt,
 )
+from server_plugin import broken
 from typer.testing import CliRunner, Result
 
 from benchmarks.lifecycle import Driver, Shape, Wrong
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("fault", "loads")]
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
@@ -37,17 +36,10 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 # requests still generate.
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
 FLAGS += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12, "integrity_check": True}
+OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
+RECORDS = ("loads",)
 # Disable SGLang's 5 s pause for diagnostics before exit.
 ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
-
-
-@pytest.fixture(scope="module")
-def loads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder in which each process of the server records its loads from the host in a file."""
-    folder = tmp_path_factory.mktemp("loads")
-    with patch.dict(os.environ, {LOADS: str(folder)}):
-        yield folder
 
 
 @pytest.mark.parametrize("length", [1, 700])
@@ -80,38 +72,28 @@ def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     assert server.metrics()["snapshots_evicted"] > evicted
 
 
-def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
-    """Both processes load the same host rows to the same device blocks.
+def test_both_processes_load_the_same(server: Server, plugin: Path) -> None:
+    """Both processes load the same host rows to the same device blocks, and only the first one counts.
 
     Four conversations of more than two blocks take turns on a device of eight blocks, alone and then in pairs.
     """
     prompts = [prompt(300, seed=30 + i) for i in range(4)]
-    references = server.cold_all(prompts)
+    references = [server.cold(ids) for ids in prompts]
     server.flush()
-    before = server.metrics()["hit_tokens_host"]
     for ids in prompts:
         assert server.generate(ids).cached == 0
-    for ids, reference in zip(prompts, references):
-        got = server.generate(ids)
+    before = server.metrics()
+    found = [server.generate(ids) for ids in prompts]
+    found += [got for at in (0, 2) for got in server.generate_all(prompts[at : at + 2])]
+    for got, reference in zip(found, references * 2):
         assert got.cached == 256
         assert_same(got, reference, TOLERANCE)
-    for at in (0, 2):
-        for got, reference in zip(server.generate_all(prompts[at : at + 2]), references[at : at + 2]):
-            assert got.cached == 256
-            assert_same(got, reference, TOLERANCE)
     server.wait_idle()
-    assert server.metrics()["hit_tokens_host"] - before >= 3 * 256, "too few tokens came from the host"
-    first, second = (file.read_text() for file in sorted(loads.iterdir()))
+    after = server.published()
+    assert after["hit_tokens"] - before["hit_tokens"] == 8 * 256
+    assert after["hit_tokens_host"] - before["hit_tokens_host"] >= 3 * 256, "too few tokens came from the host"
+    first, second = (file.read_text() for file in sorted((plugin / "loads").iterdir()))
     assert first == second and first.count("snapshot") >= 3
-
-
-def test_the_first_process_counts(server: Server) -> None:
-    ids = prompt(200, seed=5)
-    server.flush()
-    server.generate(ids, 1)
-    before = server.metrics()["hit_tokens"]
-    server.generate(ids, 1)
-    assert server.metrics()["hit_tokens"] - before == 128
     assert not any(f"TP1] {of}" in server.log_text() for of in ("prefix cache", "host cache"))
 
 
@@ -138,11 +120,11 @@ def test_the_command_checks_all_processes(server: Server) -> None:
         assert f"{rank}: busy with 1 requests, 0 wrong" in busy.output
 
 
-def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
+def test_the_command_names_what_is_wrong(server: Server, plugin: Path) -> None:
     """`check` reports a fault that SGLang's own check misses, for both processes."""
     ids = prompt(300, seed=51)
     server.generate(ids)
-    with broken(fault, LOCK_FAULT):
+    with broken(plugin, "a snapshot stays locked"):
         server.generate(ids)
     server.wait_idle()
     found = check(server)
@@ -155,10 +137,10 @@ def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
     assert check(server).exit_code == 0
 
 
-def test_a_kernel_that_fails_in_one_process_ends_both(server: Server, fault: Path) -> None:
+def test_a_kernel_that_fails_in_one_process_ends_both(server: Server, plugin: Path) -> None:
     """A failing kernel in one process ends both immediately, without SGLang's wait of a minute for a GPU core dump."""
     running_one = server.begin(prompt(30), 900, 2)
-    with ends(server), broken(fault, LAUNCH_FAULT), pytest.raises(BROKEN_OFF):
+    with ends(server), broken(plugin, "a kernel fails"), pytest.raises(BROKEN_OFF):
         running_one()
     lines = server.log_text().splitlines()
     assert lines.count(f"RuntimeError: {LAUNCH_ERROR}") == 1

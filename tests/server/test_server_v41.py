@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty_cache import V41_FAULTS
 from server_harness import Server, assert_right_though_retracted, distances, prompt, running
+from server_plugin import broken
 
 from benchmarks.reference.oracle_v41 import OracleV41
 from dsv4_sglang.cli import client
@@ -22,7 +22,7 @@ from dsv4_sglang.srt.integration import compat
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.usefixtures("fault"),
+    pytest.mark.usefixtures("plugin"),
     pytest.mark.skipif(not compat.SERVES_V41, reason="this release of SGLang has no DeepSeek-V4.1"),
 ]
 
@@ -51,18 +51,11 @@ def oracle(model: Path) -> OracleV41:
     return OracleV41(model)
 
 
-def test_alone(server: Server, oracle: OracleV41) -> None:
-    for length in LENGTHS:
-        ids = prompt(length)
-        got = server.generate(ids, GENERATED)
-        assert len(got.tokens) == GENERATED
-        assert distances(oracle, ids, got).max() <= TOLERANCE, length
-
-
-def test_all_at_once(server: Server, oracle: OracleV41) -> None:
-    server.flush()
+def test_alone_and_all_at_once(server: Server, oracle: OracleV41) -> None:
+    alone = [(ids, server.generate(ids, GENERATED)) for ids in map(prompt, LENGTHS)]
     prompts = [prompt(length, seed=1) for length in LENGTHS]
-    for ids, got in zip(prompts, server.generate_all(prompts, GENERATED)):
+    for ids, got in (*alone, *zip(prompts, server.generate_all(prompts, GENERATED))):
+        assert len(got.tokens) == GENERATED
         assert distances(oracle, ids, got).max() <= TOLERANCE, len(ids)
 
 
@@ -90,18 +83,6 @@ def test_the_next_turn(server: Server, oracle: OracleV41) -> None:
     assert distances(oracle, following, warm).max() <= TOLERANCE
 
 
-def test_evicted_and_back(server: Server, oracle: OracleV41) -> None:
-    """A prompt evicted by a different one in a pool of eight blocks is right when it returns."""
-    server.flush()
-    ids = prompt(400, seed=5)
-    server.generate(ids, 1)
-    server.generate(prompt(700, seed=6), 1)
-    for cached in (0, 384):
-        got = server.generate(ids, GENERATED)
-        assert got.cached == cached
-        assert distances(oracle, ids, got).max() <= TOLERANCE
-
-
 def test_more_requests_than_fit(server: Server, oracle: OracleV41) -> None:
     server.flush()
     assert_right_though_retracted(server, oracle, TOLERANCE)
@@ -117,19 +98,15 @@ def test_asleep_and_awake(server: Server, oracle: OracleV41) -> None:
     assert distances(oracle, ids, answer()).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("planted", V41_FAULTS[:2])
-def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, planted: str) -> None:
+def test_what_is_planted_shows(server: Server, oracle: OracleV41, plugin: Path) -> None:
     """An injected fault changes the answer after a prefix hit, and the next answer without the fault is right."""
     ids = prompt(390, seed=9)  # most of its window precedes the snapshot
     server.flush()
-    try:
-        fault.write_text(planted)
+    with broken(plugin, "snapshots with empty rings"):
         server.generate(ids, 1)
-        broken = server.generate(ids, GENERATED)
-    finally:
-        fault.unlink()
-    assert broken.cached == 384
-    assert distances(oracle, ids, broken).mean() > TOLERANCE
+        wrong = server.generate(ids, GENERATED)
+    assert wrong.cached == 384
+    assert distances(oracle, ids, wrong).mean() > TOLERANCE
     server.flush()
     server.generate(ids, 1)
     whole = server.generate(ids, GENERATED)
@@ -137,20 +114,19 @@ def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, p
     assert distances(oracle, ids, whole).max() <= TOLERANCE
 
 
-def test_selection(fault: Path, tiny_v41: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_selection(plugin: Path, tiny_v41: Callable[..., Path], tmp_path: Path) -> None:
     """Answers are right where the indexer selects 64 of up to 700 entries, in some layers from 96 candidates."""
     folder = tiny_v41(**SELECTING)
     oracle, prompts = OracleV41(folder), [prompt(length, seed=11) for length in (130, 300, 500, 700)]
-    with running(folder, tmp_path_factory.mktemp("v41") / "log", *LARGE) as server:
-        for asked in ("cold", "warm"):
-            answers = server.generate_all(prompts, GENERATED)
-            assert [got.cached > 0 for got in answers] == [asked == "warm"] * len(prompts)
-            apart = torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, answers)])
-            assert apart.mean() <= NOISE, asked
-        fault.write_text(V41_FAULTS[2])
-        try:
-            broken = server.cold_all(prompts, GENERATED)
-        finally:
-            fault.unlink()
-        apart = torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, broken)])
-        assert apart.mean() > 2 * NOISE
+
+    def mean_distance(server: Server, cached: bool) -> float:
+        answers = server.generate_all(prompts, GENERATED)
+        assert [got.cached > 0 for got in answers] == [cached] * len(prompts)
+        return torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, answers)]).mean().item()
+
+    with running(folder, tmp_path / "log", *LARGE) as server:
+        for cached in (False, True):
+            assert mean_distance(server, cached) <= NOISE
+        server.flush()
+        with broken(plugin, "candidates of nobody"):
+            assert mean_distance(server, cached=False) > 2 * NOISE

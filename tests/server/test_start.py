@@ -1,4 +1,7 @@
-"""Start of a server: without the opt-in the package is inactive, and unsupported launches are rejected."""
+"""Start of a server: without the opt-in the package is inactive, and unsupported launches are rejected.
+
+The last lines of the output of a rejected launch are the reasons, one line each.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import server_forkserver
+from liveness import run, wait
+from server_harness import launched
 
 from dsv4_sglang.srt.integration import launch_command
 
@@ -57,26 +62,8 @@ assert resolved.mamba_radix_cache_strategy == "extra_buffer"
 assert resolved.mamba_track_interval == 128
 assert os.environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
-# Flags that cannot be served and options that do not exist end the launch while its flags are read.
-def rejected(words, options="{}", **flags):
-    try:
-        overrides = '{"dsv4_sglang": %s}' % options
-        given = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args=overrides, **flags)
-        compat.resolve_flags(given)
-        given.check_server_args()
-    except LaunchError as error:
-        assert all(word in str(error) for word in words), error
-    else:
-        raise AssertionError(f"not rejected: {flags} {options}")
-
+# A flag that cannot be served ends the launch, also when SGLang resolves it late, and in a scheduler.
 from dsv4_sglang.srt.integration.launch_error import LaunchError
-lines = ("--enable-mixed-chunk is not supported: ", "--page-size 64 is not supported: ")
-rejected(lines, enable_mixed_chunk=True, page_size=64)
-os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-rejected(("--context-length 40000 is not supported: ", "positions for 32768 tokens"), context_length=40000)
-rejected(('unknown dsv4_sglang option "hca_state"; ', "valid options: "), options='{"hca_state": "raw"}')
-
-# So does what only follows from flags, when SGLang resolves them late, and in a scheduler, which gets them resolved.
 if compat.IS_0_5_23:
     from sglang.srt.arg_groups import cuda_graph_hook
     place, name = cuda_graph_hook, "finalize_cuda_graph_prefill_max_context"
@@ -84,7 +71,14 @@ else:
     place, name = ServerArgs, "_handle_debug_utils"
 late = getattr(place, name)
 setattr(place, name, lambda arguments: compat.set_flags(arguments, enable_eplb=True))
-rejected(("--enable-eplb is not supported: ",))
+try:
+    given = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
+    compat.resolve_flags(given)
+    given.check_server_args()
+except LaunchError as error:
+    assert "--enable-eplb is not supported: " in str(error), error
+else:
+    raise AssertionError("a flag that SGLang resolves late was served")
 setattr(place, name, late)
 ModelConfig.from_server_args(arguments)
 if compat.IS_0_5_23:
@@ -97,17 +91,6 @@ except ValueError as error:
     assert "--enable-lora is not supported: " in str(error), error
 else:
     raise AssertionError("a scheduler took a flag that is rejected")
-
-# A hook whose target is gone stops the launch and is named.
-from dsv4_sglang.srt.integration import activate
-from dsv4_sglang.srt.integration.hooks import Hook
-gone = Hook("sglang.srt.server_args.ServerArgs.gone", print, "to be missed")
-try:
-    activate._apply((gone,))
-except LaunchError as error:
-    assert "ServerArgs.gone: to be missed" in str(error) and "validated: 0.5.17" in str(error), error
-else:
-    raise AssertionError("a missing hook target went unnoticed")
 
 # SGLang's own classes in a scheduler are rejected, every one of them named.
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -140,3 +123,35 @@ def test_plugin(tiny: Callable[..., Path], tmp_path: Path, script: str) -> None:
     server_forkserver.run(
         launch_command.Command([sys.executable, "-m", "script", str(tiny())], environment), tmp_path / "log"
     )
+
+
+def test_a_scheduler_rejects_a_launch_with_its_last_line(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with launched(tiny(), log, ["--max-running-requests", "1000000"], {}) as process:
+        assert wait(process, log) != 0
+    text = log.read_text(errors="replace")
+    assert "Traceback" not in text
+    assert text.splitlines()[-1].startswith("dsv4_sglang: the state slots do not fit: 1000004 slots of "), text
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        # A misspelt opt-in key is rejected; SGLang would serve its own cache.
+        ('{"dsv4_sgalng": {}}', ['"dsv4_sgalng" in --json-model-override-args is not a known key; ']),
+        (
+            '{"dsv4_sglang": {}}',
+            ["--max-running-requests -4 is not supported: ", "--page-size 64 is not supported: "],
+        ),
+    ],
+)
+def test_the_launcher_rejects_a_launch_with_its_last_lines(
+    tiny: Callable[..., Path], override: str, said: list[str]
+) -> None:
+    """A launch in a new process, as users start it, ends with one line per reason."""
+    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu"]
+    server += ["--page-size", "64", "--max-running-requests", "-4", launch_command.OPT_IN_FLAG, override]
+    done = run(server, env={**os.environ, **launch_command.cpu_environment()})
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    last = done.stderr.splitlines()[-len(said) :]
+    assert all(line.startswith(f"dsv4_sglang: {words}") for line, words in zip(last, said, strict=True)), done.stderr

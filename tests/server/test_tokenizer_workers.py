@@ -1,4 +1,7 @@
-"""`--tokenizer-worker-num`: every tokenizer worker validates requests, and all exit with the scheduler."""
+"""`--tokenizer-worker-num`: every tokenizer worker validates requests, and all exit with the scheduler.
+
+The server has no prefix cache, and its model has as many heads as the released one. Other servers use 16.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ import json
 import time
 from typing import Any
 
-import psutil
 import pytest
 from liveness import Progress
-from server_harness import Server, ends, prompt
+from server_harness import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
 
+from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = pytest.mark.server
 
 VOCABULARY, WORKERS = 384, 2
-MODEL = {"seed": 0, "ratios": (0, 4)}
+MODEL = {"seed": 0, "ratios": (0, 4), "heads": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--max-running-requests", "4", "--max-total-tokens", "2048")
-FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS))
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS), "--disable-radix-cache")
+OPTIONS = FP32
 # Disable SGLang's 5 s pause for diagnostics before exit.
 ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 # Requests of each kind. A connection may reach either worker.
@@ -48,16 +51,18 @@ def test_each_worker_validates(server: Server) -> None:
                 server.post("/generate", body)
             assert error.value.code == 400
             assert message in json.loads(error.value.text)["error"]["message"]
-    assert len(server.generate(prompt(140), 2).tokens) == 2
+
+
+def test_without_a_prefix_cache(server: Server, oracle: Oracle) -> None:
+    """The same prompt gives bitwise equal answers."""
+    ids = prompt(300)
+    got = server.generate(ids, 8)
+    assert_oracle_chooses(oracle, ids, got, 1e-4)
+    assert got.cached == 0 and server.generate(ids, 8) == got
 
 
 def test_a_scheduler_that_ends_takes_all_along(server: Server) -> None:
     """If the scheduler is killed, all workers exit; SGLang's supervisor of the workers would ignore the signal."""
     with ends(server) as processes:
-        schedulers = [process for process in processes if is_scheduler(process)]
-        assert len(schedulers) == 1
-        schedulers[0].kill()
-
-
-def is_scheduler(process: psutil.Process) -> bool:
-    return any("scheduler" in word for word in process.cmdline())
+        (scheduler,) = schedulers(processes)
+        scheduler.kill()
