@@ -244,9 +244,11 @@ def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> i
 
 
 @functools.cache
-def device_limits(index: int) -> tuple[int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
     """Return the bytes of shared memory available to a thread block and the number of multiprocessors."""
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    if device.type == "cpu":  # Triton's interpreter
+        return 0, 1
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
@@ -321,7 +323,7 @@ def plan_launch(q: Tensor, listed: int, fp8: bool, exact: bool, splits: int | No
         )
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
+    shared_memory, processors = device_limits(q.device)
     tile = tiling(heads, fp8, exact, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     if splits is None:
