@@ -150,18 +150,23 @@ def test_the_published_v41(configurator: Any) -> None:
     assert "900.00 bytes a token" in table(layout, tokens, demand)
 
 
-def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
-    launched = configurator(flashshape(), 256, max_snapshots=512)
+@pytest.mark.parametrize(
+    ("flags", "demand", "slots"),
+    [
+        ({"max_snapshots": 512}, StateDemand(256, 64, 512), 256),
+        ({"max_snapshots": 64, "ranks": 8}, StateDemand(32, 64, 64), 32),
+        ({"radix": False}, StateDemand(256), 256),
+    ],
+    ids=["prefix cache", "a rank of DP attention", "no prefix cache"],
+)
+def test_a_running_request_has_one_live_slot(
+    configurator: Any, flags: dict[str, Any], demand: StateDemand, slots: int
+) -> None:
+    launched = configurator(flashshape(), 256, **flags)
     tokens_of(launched, MEMORY)
-    assert launched.overridden == {"max_mamba_cache_size": 256}, "SGLang would take 3 slots a request"
+    assert launched.context.demand == demand
+    assert launched.overridden == {"max_mamba_cache_size": slots}, "SGLang would take 3 slots a request"
     assert launched.context.slots_of_request(lambda _configurator: 5, launched) == 1
-
-
-def test_a_rank_of_dp_attention_has_slots_for_its_share(configurator: Any) -> None:
-    launched = configurator(flashshape(), 256, ranks=8)
-    tokens_of(launched, MEMORY)
-    assert launched.overridden == {"max_mamba_cache_size": 32}
-    assert (launched.context.demand.running, launched.context.demand.staging) == (32, 64)
 
 
 def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> None:
@@ -188,12 +193,6 @@ def test_a_decode_servers_pool_is_what_was_counted(configurator: Any) -> None:
     pool = launched.context.request_pool(lambda *_: None, launched, **sizes)
     assert (pool.size, len(pool.free_slots), pool.mamba_allocator.size, pool.mamba_pool.size) == (2, 6, 6, 6)
     assert pool.mamba_pool.bytes == launched.context.demand.bytes(launched.context.layout)
-
-
-def test_without_a_prefix_cache_there_are_no_snapshots(configurator: Any) -> None:
-    launched = configurator(flashshape(), 256, radix=False)
-    assert tokens_of(launched, MEMORY) > capacity.ours(flashshape(), 256, 512).tokens(MEMORY * GIB)
-    assert launched.context.demand == StateDemand(256)
 
 
 @pytest.mark.skipif(compat.IS_0_5_23, reason="a pool reads the settings of a running server there")
