@@ -55,7 +55,7 @@ class AttendCase:
     rope: Tensor
     scale: float = SCALE
     kv_format: KVFormat = KVFormat.FP8
-    ratio: int | None = None
+    ratio: int = 0
 
     def args(self, device: torch.device | str = "cpu") -> tuple:
         moved = [x.to(device) if isinstance(x, Tensor) else x for x in vars(self).values()]

@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
-from dsv4_sglang.attention.portable import PortableAttention
+from dsv4_sglang.attention.registry import PortableAttention
 from dsv4_sglang.cache.append import LayerTables
 from dsv4_sglang.cache.schema import build_schema
 from dsv4_sglang.model import DSV4Config, build_schedule

@@ -26,7 +26,7 @@ from dsv4_sglang.attention.triton_entries import (
     load_pieces,
     store_pieces,
 )
-from dsv4_sglang.formats import EntryFormat, KVFormat
+from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -333,27 +333,3 @@ def plan_launch(q: Tensor, listed: int, fp8: bool, exact: bool, splits: int | No
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
     return Launch(out, splits, (tokens, splits, groups), tile, partial, stats)
-
-
-def check_table(name: str, table: Tensor, stored: EntryFormat) -> None:
-    """Check that the kernels can read a KV buffer.
-
-    Args:
-        name: name of the buffer in error messages.
-        table: KV buffer [blocks, entries per block, width].
-        stored: format of its entries.
-
-    Raises:
-        ValueError: wrong dtype, width, strides or alignment.
-    """
-    width = stored.width
-    if table.dtype != stored.dtype or table.shape[-1] != width:
-        raise ValueError(
-            f"{name} is {table.dtype} of width {table.shape[-1]}; expected {stored.dtype} of {width} for "
-            f"{stored.value} entries"
-        )
-    odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
-    if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
-        raise ValueError(
-            f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1) and 16 B alignment"
-        )
