@@ -35,7 +35,7 @@ from benchmarks import report, tables, timing
 from benchmarks.append_in_tree import PAGE, WINDOW_PAGE, page_bytes
 from benchmarks.append_ours import ops_for
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, EntryList
-from dsv4_sglang.attention.portable import PortableAttention
+from dsv4_sglang.attention.registry import PortableAttention
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import CSA_RATIO

@@ -55,7 +55,7 @@ class AttendCase:
     rope: Tensor
     scale: float = SCALE
     kv_format: KVFormat = KVFormat.FP8
-    ratio: int | None = None
+    ratio: int = 0
 
     def args(self, device: torch.device | str = "cpu") -> tuple:
         moved = [x.to(device) if isinstance(x, Tensor) else x for x in vars(self).values()]
@@ -195,24 +195,30 @@ def assert_attends(out: Tensor, case: AttendCase, bound: float) -> None:
     error = (got - expected).norm(dim=-1) / size.clamp_min(1e-30)
     bad = ~(error < bound)
     bad[size == 0] = (got != 0).any(-1)[size == 0]
-    if not bad.any():
-        return
-    t, h = (int(x) for x in bad.nonzero()[0])
-    seen = int(case.window_lens[t]), 0 if case.entry_lens is None else int(case.entry_lens[t])
-    parts = [
-        f"dims {a}..{b - 1}: |got| {got[t, h, a:b].norm():.4g}, |expected| {expected[t, h, a:b].norm():.4g}, "
-        f"|difference| {(got[t, h, a:b] - expected[t, h, a:b]).norm():.4g}"
-        for a, b in ((0, 256), (256, 384), (384, 448), (448, 512))
-    ]
-    raise AssertionError(
-        f"{int(bad.sum())} of {bad.numel()} (token, head) rows differ, the worst by {error.nan_to_num(1e9).max():.3g}, "
-        f"bound {bound}\ntokens {bad.any(1).nonzero().flatten().tolist()[:20]}, "
-        f"heads {bad.any(0).nonzero().flatten().tolist()[:20]}\nfirst: token {t}, head {h}, window {seen[0]}, "
-        f"entries {seen[1]}, sink {case.sink[h]:.4g}, error {error[t, h]:.4g}\n"
-        + "\n".join(parts)
-        + f"\ngot {got[t, h, :4].tolist()} .. {got[t, h, 448:452].tolist()}"
-        + f"\nexpected {expected[t, h, :4].tolist()} .. {expected[t, h, 448:452].tolist()}"
-    )
+    if bad.any():
+        t, h = bad.nonzero()[0].tolist()
+        entries = 0 if case.entry_lens is None else int(case.entry_lens[t])
+        pieces = [float((got - expected)[t, h, a:b].norm()) for a, b in ((0, 256), (256, 384), (384, 448), (448, 512))]
+        raise AssertionError(
+            f"{int(bad.sum())} of {bad.numel()} (token, head) pairs differ by more than {bound}, tokens "
+            f"{bad.any(1).nonzero().flatten().tolist()[:20]}, heads {bad.any(0).nonzero().flatten().tolist()[:20]}. "
+            f"First: token {t}, head {h}, window {int(case.window_lens[t])}, entries {entries}, "
+            f"sink {case.sink[h]:.4g}, error {error[t, h]:.4g}, in the pieces of the entry {pieces} of {size[t, h]:.4g}"
+        )
+
+
+def assert_quantised(codes: Tensor, scales: Tensor, values: Tensor, share: float) -> None:
+    """Check e4m3 codes and the scales of groups of 128 channels. At most `share` of the codes may differ, by the
+    rounding of ties."""
+    grouped = values.float().unflatten(-1, (-1, 128))
+    assert torch.allclose(scales, grouped.abs().amax(-1).clamp_min(1e-10) / 448, rtol=1e-5)
+    exact = (grouped / scales[..., None]).clamp(-448, 448)
+    expected, got = exact.to(torch.float8_e4m3fn).float(), codes.float().view(exact.shape)
+    # Triton's interpreter loses the carry of a value that rounds up to a power of two.
+    carries = (expected.abs() > exact.abs()) & (torch.frexp(expected).mantissa.abs() == 0.5)
+    differs = (got != expected) & ~carries
+    assert carries.float().mean() < 0.1 and differs.float().mean() < share, f"{int(differs.sum())} codes differ"
+    assert ((got - expected).abs() <= expected.abs() / 7 + 2**-9)[~carries].all()
 
 
 @dataclass
@@ -354,8 +360,7 @@ def assert_selects(out: Tensor, case: IndexCase, exact: bool, query: Tensor | No
         differs = (got[t] != expected[t]).nonzero().flatten().tolist()
         detail = (
             f"token {t}, request {request}, position {int(case.positions[t])}, visible {n}, top {case.top}: "
-            f"{len(differs)} places differ, from {differs[:5]}; got {got[t, differs[:5]].tolist()}, "
-            f"expected {expected[t, differs[:5]].tolist()}; tokens that differ {tokens[:20]}"
+            f"{len(differs)} places differ, from {differs[:5]}; tokens that differ {tokens[:20]}"
         )
         assert n > case.top, detail
         table = case.block_table[request].long()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
+from attention_cases import AttendCase, assert_attends, assert_quantised, attend_case, prefill_case, rope
 from v41_attention_cases import V41AttendCase, v41_attend_case, v41_index_case
 
 from dsv4_sglang.attention import (
@@ -36,9 +36,6 @@ def check(make: Callable[..., AttendCase], splits: int, q_dtype: torch.dtype = t
     assert_attends(attended(case, splits), case, BOUND[q_dtype])
 
 
-BOTH_MODELS = pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
-
-
 @pytest.mark.parametrize(
     ("kv_format", "q_dtype", "splits"),
     [
@@ -48,10 +45,6 @@ BOTH_MODELS = pytest.mark.parametrize("make", [attend_case, v41_attend_case], id
         (KVFormat.FP8, torch.float32, 1),
         (KVFormat.BF16, torch.bfloat16, 3),
         (KVFormat.BF16, torch.float16, 1),
-        (KVFormat.BF16, torch.float32, 3),
-        (KVFormat.FP32, torch.bfloat16, 1),
-        (KVFormat.FP32, torch.float16, 3),
-        (KVFormat.FP32, torch.float32, 1),
         (KVFormat.FP32, torch.float32, 3),
     ],
 )
@@ -59,22 +52,24 @@ def test_attend(kv_format, q_dtype, splits):
     check(attend_case, splits, q_dtype, tokens=9, heads=5, width=72, kv_format=kv_format)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("q_dtype, splits", [(torch.bfloat16, 3), (torch.float32, 1)])
 def test_attend_of_v41(q_dtype, splits):
     check(v41_attend_case, splits, q_dtype, tokens=9, heads=5, width=72)
 
 
-@BOTH_MODELS
-@pytest.mark.parametrize("heads, width, per_block", [(20, None, 64), (33, 40, None), (8, 40, 6)])
-def test_attend_shapes(make, heads, width, per_block):
-    for splits in (1, 2):
-        check(make, splits, tokens=3, heads=heads, width=width, per_block=per_block, seed=1)
-
-
-@BOTH_MODELS
-def test_more_splits_than_tiles(make):
-    check(make, 15, tokens=4, heads=4, width=16, lens=[(3, 1), (0, 2), (0, 0), (128, 16)])
+@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
+@pytest.mark.parametrize(
+    "splits, shape",
+    [
+        (1, {"tokens": 3, "heads": 20, "width": None}),
+        (2, {"tokens": 3, "heads": 33, "width": 40, "per_block": None}),
+        (1, {"tokens": 3, "heads": 8, "width": 40, "per_block": 6}),
+        (15, {"tokens": 4, "heads": 4, "width": 16, "lens": [(3, 1), (0, 2), (0, 0), (128, 16)]}),
+    ],
+    ids=["no entries", "one block", "blocks of 6", "more splits than tiles"],
+)
+def test_attend_shapes(make, splits, shape):
+    check(make, splits, **shape)
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
@@ -105,25 +100,8 @@ def test_norm_and_quantise(tokens, dim):
     """
     wide, weight = torch.randn(tokens, dim + 64), torch.rand(dim)
     codes, scales = triton_latent.norm_and_quantise(wide[:, :dim], weight, 1e-6)
-    normed = torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6)
-    expected = normed.view(tokens, -1, 128).abs().amax(-1) / 448
-    assert torch.allclose(scales, expected, rtol=1e-5) and scales.stride(1) % 4 == 0
-    exact = normed / scales.repeat_interleave(128, 1)
-    rounded = exact.to(torch.float8_e4m3fn).float()
-    # The interpreter halves values that round up to a power of two.
-    carries = torch.frexp(rounded).exponent != torch.frexp(exact).exponent
-    differs = (codes.float() != rounded) & ~carries
-    assert differs.float().mean() < 0.01, f"{int(differs.sum())} of {differs.numel()} codes differ"
-
-
-def test_norm_and_quantise_rejects_odd_sizes():
-    with pytest.raises(ValueError, match="a multiple of 128"):
-        triton_latent.norm_and_quantise(torch.zeros(2, 100), torch.zeros(100), 1e-6)
-
-
-def test_heads_that_do_not_lie_in_a_row_are_rejected():
-    with pytest.raises(ValueError, match=r"expected \(any, 512, 1\)"):
-        triton_output.inverse_rope(torch.zeros(5, 3, 512).transpose(0, 1), torch.arange(3), torch.zeros(4, 64))
+    assert scales.stride(1) % 4 == 0
+    assert_quantised(codes, scales, torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6), 0.01)
 
 
 def test_inverse_rope_and_quantise():
@@ -134,18 +112,10 @@ def test_inverse_rope_and_quantise():
     g = torch.Generator().manual_seed(0)
     out, positions = torch.randn(3, 10, 512, generator=g) * 3, torch.tensor([0, 7, 300])
     out[1, 2, 128:256], out[2, 3, 448] = 0, 1e4
-    expected = out.clone()
-    triton_output.inverse_rope(expected, positions, rope())
+    inverse_rotated = out.clone()
+    triton_output.inverse_rope(inverse_rotated, positions, rope())
     codes, scales = triton_output.inverse_rope_and_quantise(out, positions, rope())
-    grouped = expected.view(3, 10, 4, 128)
-    amax = grouped.abs().amax(-1).clamp_min(1e-10)
-    assert torch.allclose(scales, amax / 448, rtol=1e-6)
-    exact = (grouped / scales[..., None]).clamp(-448, 448)
-    expected = exact.to(torch.float8_e4m3fn).float()
-    # The interpreter loses the carry of a value that rounds up to a power of two.
-    carries = (expected.abs() > exact.abs()) & (torch.frexp(expected).mantissa.abs() == 0.5)
-    differs = (codes.float().view(exact.shape) != expected) & ~carries
-    assert carries.float().mean() < 0.05 and differs.float().mean() < 1e-3, "differences other than ties"
+    assert_quantised(codes, scales, inverse_rotated, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -192,15 +162,7 @@ def test_prefill_metadata(chunks, tokens):
 
     def make() -> metadata.PrefillBuffers:
         buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
-        for name in (
-            "slots",
-            "query_start",
-            "token_request",
-            "token_track",
-            "positions",
-            "window_indices",
-            "hca_indices",
-        ):
+        for name in ("slots", "query_start", "token_request", "token_track", "positions", "window_indices"):
             getattr(buffers, name).fill_(-9)
         n = len(chunks)
         buffers.chunk_lens[:n] = torch.tensor(chunks, dtype=torch.int32)
@@ -240,50 +202,22 @@ def test_sparse_prefill(ratio, kv_format, monkeypatch):
 
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
     kernel = sparse_prefill.SparsePrefillAttention(8)
-    # Interpreting a program takes the same time for any size, so one layer has many programs of the real size, and two
-    # layers have few large programs.
-    for rows_a_program, layers in ((sparse_prefill._ENTRIES_PER_PROGRAM, 1), (128, 2)):
-        monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", rows_a_program)
-        assert kernel.begin_step(step, lengths)
-        for _ in range(layers):
-            assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
-        written = kernel._table[: step.window_size].float()
-        assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
-
-
-def schedule_in_turn(blocks: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:
-    """Apply FlashMLA's rule block by block.
-
-    Returns:
-        The (token, block) pairs that each part reads, and the number of splits before each token.
-    """
-    budget = -(-(sum(blocks) + len(blocks) * overhead) // parts) + overhead
-    read: list[list[int]] = []
-    splits, token, block = [0], 0, 0
-    pieces = [0] * len(blocks)
-    for _ in range(parts):
-        left, mine = budget, []
-        while token < len(blocks):
-            take = min(left - overhead, blocks[token] - block)
-            if take <= 0:
-                break
-            mine += [(token, block + i) for i in range(take)]
-            left, block = left - overhead - take, block + take
-            pieces[token] += 1
-            if block < blocks[token]:
-                break
-            token, block = token + 1, 0
-        read.append(mine)
-    assert token == len(blocks)
-    for n in pieces:
-        splits.append(splits[-1] + n)
-    return read, splits
+    # Interpreting a program takes the same time for any size, so programs are larger than on a GPU.
+    monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", 128)
+    assert kernel.begin_step(step, lengths)
+    for _ in range(2):
+        assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
+    written = kernel._table[: step.window_size].float()
+    assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
 
 
 @pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 def test_schedule(tokens, parts, overhead):
-    """The schedule reads every block of every token once, in FlashMLA's order, and has the given number of parts."""
+    """The parts read every block of every token once and in order, and each stays within FlashMLA's budget.
+
+    A server compares the schedule with FlashMLA's own when it starts (`flashmla.scheduler_config`).
+    """
     g = torch.Generator().manual_seed(tokens * parts)
 
     def some(high: int, low: int = 0) -> torch.Tensor:
@@ -292,23 +226,22 @@ def test_schedule(tokens, parts, overhead):
     for window, entries in (
         (some(129), None),
         (some(129, 128), some(513, 512)),
-        (some(129), some(513)),
         (some(129), some(2) * some(8192)),
         (some(1), some(1)),
     ):
-        metadata, counts = flashmla_scheduler.build(window, entries, parts, overhead)
-        blocks = (window.clamp(min=1) + 63) // 64 + (0 if entries is None else (entries + 63) // 64)
-        expected, splits = schedule_in_turn(blocks.tolist(), parts, overhead)
-        assert counts.tolist() == splits
-        number = [0] * tokens
-        for (begin, end, first, stop, split, first_shared, last_shared, _), mine in zip(metadata.tolist(), expected):
-            if not mine:
-                assert begin == tokens, "a part after the last one reads entries"
-                continue
-            bounds = [(first if t == begin else 0, stop if t == end else int(blocks[t])) for t in range(begin, end + 1)]
-            assert [(begin + i, b) for i, (low, high) in enumerate(bounds) for b in range(low, high)] == mine
-            assert split == number[begin]
-            for t in range(begin, end + 1):
-                number[t] += 1
-            shared = [splits[t + 1] - splits[t] > 1 for t in (begin, end)]
-            assert [bool(first_shared), bool(last_shared)] == shared
+        metadata, splits = (x.tolist() for x in flashmla_scheduler.build(window, entries, parts, overhead))
+        blocks = ((window.clamp(min=1) + 63) // 64 + (0 if entries is None else (entries + 63) // 64)).tolist()
+        budget = -(-(sum(blocks) + tokens * overhead) // parts) + overhead
+        read, split = [], [0] * tokens
+        for begin, end, first, stop, split_of_first, first_shared, last_shared, _ in metadata:
+            if begin == tokens:
+                continue  # a part without work
+            assert split_of_first == split[begin]
+            assert [first_shared, last_shared] == [splits[t + 1] - splits[t] > 1 for t in (begin, end)]
+            bounds = [(first if t == begin else 0, stop if t == end else blocks[t]) for t in range(begin, end + 1)]
+            assert sum(high - low + overhead for low, high in bounds) <= budget
+            for t, (low, high) in enumerate(bounds, begin):
+                read += [(t, block) for block in range(low, high)]
+                split[t] += 1
+        assert read == [(t, block) for t in range(tokens) for block in range(blocks[t])]
+        assert splits == [sum(split[:t]) for t in range(tokens + 1)]

@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.geometry import StateRows, state_rows
@@ -147,46 +148,23 @@ class Layer:
         self.index_score_weight = torch.cat([i.kv_proj.weight, i.gate_proj.weight])
         self.index_ape, self.index_norm = i.position_bias.detach(), i.kv_norm.weight
 
-    def project(self, x: Tensor) -> dict:
+    def project(self, x: Tensor) -> Projections:
         """Return the raw projections that `append` takes."""
-        c = self.attention.compressor if self.ratio else None
-        return {
-            "kv": (x @ self.kv_weight.T).to(self.dtype),
-            "kv_score": (x @ self.score_weight.T).float() if c is not None else None,
-            "index_kv_score": (x @ self.index_score_weight.T).float() if self.ratio == 4 else None,
-        }
-
-    def append(self, batch: "Batch", projections: dict, window: Tensor | None, track: Tensor | None = None) -> None:
-        ratio = self.ratio
-        torch.ops.dsv4_sglang.append(
-            projections["kv"],
-            projections["kv_score"],
-            projections["index_kv_score"],
-            self.attention.kv_norm.weight,
-            self.entry_norm if ratio else None,
-            self.index_norm if ratio == 4 else None,
-            self.ape if ratio else None,
-            self.index_ape if ratio == 4 else None,
-            self.rope,
-            EPS,
-            ratio,
-            self.kv_format.code,
-            self.key_format.code,
-            batch.slots,
-            batch.prefix_lens,
-            batch.query_start,
-            batch.token_request,
-            batch.out_loc,
-            track,
-            self.ring,
-            self.compressor_state,
-            self.entries,
-            self.index_keys,
-            window,
-            None,
-            None,
-            None,
+        return Projections(
+            (x @ self.kv_weight.T).to(self.dtype),
+            (x @ self.score_weight.T).float() if self.ratio else None,
+            (x @ self.index_score_weight.T).float() if self.ratio == 4 else None,
         )
+
+    @property
+    def weights(self) -> LayerWeights:
+        names = ("entry_norm", "ape", "index_norm", "index_ape")
+        compressor = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return LayerWeights(self.attention.kv_norm.weight, self.rope, EPS, **compressor)
+
+    def append(self, step: StepMetadata, projections: Projections, window: Tensor | None) -> None:
+        tables = LayerTables(self.ring, self.compressor_state, self.entries, self.index_keys)
+        append_layer(self, tables, self.weights, projections, step, window)
 
     def step(
         self, chunks: dict[int, Tensor], tables: dict[int, list[int]], decode=False, track=None, read=True
@@ -196,17 +174,22 @@ class Layer:
         Args:
             chunks: {slot: x [n, HIDDEN]}.
             tables: {slot: block ids}.
+            decode: read the window from the rings.
+            track: snapshot slot of each token, or None.
+            read: compute the outputs.
 
         Returns:
             {slot: output [n, HIDDEN]}.
         """
-        batch = Batch.make([(s, self.lengths.get(s, 0), len(x)) for s, x in chunks.items()], tables)
+        requests = [(s, self.lengths.get(s, 0), len(x)) for s, x in chunks.items()]
+        step = make_step(requests, tables, self.sizes.ring if decode else None)
+        step.track_slots = track
         x = torch.cat(list(chunks.values()))
         window = None
         if not decode:
-            window = undefined((1, len(x) + 128 * len(chunks), self.kv_format.width), self.kv_format.dtype)
-        self.append(batch, self.project(x), window, track)
-        out = self.read(batch, x, window) if read else x
+            window = undefined((1, step.window_size, self.kv_format.width), self.kv_format.dtype)
+        self.append(step, self.project(x), window)
+        out = self.read(step, x, window) if read else x
         for slot, rows in chunks.items():
             self.lengths[slot] = self.lengths.get(slot, 0) + len(rows)
         return dict(zip(chunks, out.split([len(c) for c in chunks.values()])))
@@ -215,8 +198,8 @@ class Layer:
         """Return the number of entries that each query sees (SPEC 4.3)."""
         return (positions + 1) // self.ratio
 
-    def read(self, batch: "Batch", x: Tensor, window: Tensor | None) -> Tensor:
-        a, ratio, positions = self.attention, self.ratio, batch.positions
+    def read(self, step: StepMetadata, x: Tensor, window: Tensor | None) -> Tensor:
+        a, ratio, positions = self.attention, self.ratio, step.positions
         latent = rms_norm(x @ a.q_a_proj.weight.T, a.q_a_norm.weight, EPS)
         q = (latent @ a.q_b_proj.weight.T).view(-1, HEADS, 512)
         q = rotate(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS), positions, self.rope).to(self.dtype)
@@ -227,73 +210,47 @@ class Layer:
                 i = a.compressor.indexer
                 weights = (x @ i.scorer.weights_proj.weight.T) * (128**-0.5 * INDEX_HEADS**-0.5)
                 entry_indices = torch.empty(len(x), self.topk, dtype=torch.int32)
+                query = (latent @ i.q_b_proj.weight.T).view(-1, INDEX_HEADS, 128).to(self.dtype)
                 torch.ops.dsv4_sglang.index_topk(
-                    (latent @ i.q_b_proj.weight.T).view(-1, INDEX_HEADS, 128).to(self.dtype),
-                    weights,
-                    self.index_keys,
-                    batch.block_table,
-                    batch.token_request,
-                    positions,
-                    self.rope,
-                    self.key_format.code,
-                    torch.empty(0),
-                    entry_indices,
-                )
+                    query, weights, self.index_keys, step.block_table, step.token_request, positions, self.rope,
+                    self.key_format.code, torch.empty(0), entry_indices,
+                )  # fmt: skip
                 entry_lens = visible.clamp_max(self.topk).int()
             else:
-                entry_indices, entry_lens = batch.block_table[batch.token_request.long()], visible.int()
-        window_indices, window_lens = batch.window_lists(self.sizes.ring if window is None else None)
+                entry_indices, entry_lens = step.hca_indices, visible.int()
         o = torch.ops.dsv4_sglang.attend(
-            q,
-            a.sinks.float(),
-            self.ring if window is None else window,
-            window_indices,
-            window_lens,
-            self.entries,
-            entry_indices,
-            entry_lens,
-            positions,
-            self.rope,
-            SCALE,
-            self.kv_format.code,
-        )
+            q, a.sinks.float(), self.ring if window is None else window, step.window_indices, step.window_lens,
+            self.entries, entry_indices, entry_lens, positions, self.rope, SCALE, self.kv_format.code,
+        )  # fmt: skip
         g = o.float().reshape(len(x), GROUPS, -1)
         w = a.o_a_proj.weight.view(GROUPS, -1, g.shape[-1])
         return torch.einsum("ngd,grd->ngr", g, w).flatten(1) @ a.o_b_proj.weight.T
 
 
-@dataclass
-class Batch:
-    """The batch tensors of a step."""
+def make_step(
+    requests: list[tuple[int, int, int]], tables: dict[int, list[int]], ring_rows: int | None = None
+) -> StepMetadata:
+    """Return the metadata of a step of `requests`: (slot, tokens before, new tokens).
 
-    slots: Tensor
-    prefix_lens: Tensor
-    query_start: Tensor
-    token_request: Tensor
-    positions: Tensor
-    out_loc: Tensor
-    block_table: Tensor
-
-    @classmethod
-    def make(cls, requests: list[tuple[int, int, int]], tables: dict[int, list[int]]) -> "Batch":
-        """Build the tensors for `requests`: (slot, tokens before, new tokens)."""
-        slots, prefix, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
-        start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
-        request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
-        positions = prefix[request] + torch.arange(len(request)) - start[request]
-        table = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(tables[s], dtype=torch.int32) for s in slots.tolist()], batch_first=True, padding_value=-1
-        )
-        out_loc = table[request, positions // 128].long() * 128 + positions % 128
-        return cls(slots, prefix, start, request.int(), positions.long(), out_loc, table)
-
-    def window_lists(self, ring_rows: int | None) -> tuple[Tensor, Tensor]:
-        """Return window indices and lengths, in rings of `ring_rows` rows or in the workspace (None)."""
-        b, t = self.token_request.long(), self.positions
-        lens = (t + 1).clamp_max(128)
-        p = (t + 1 - lens)[:, None] + torch.arange(128)
-        if ring_rows is not None:
-            rows = self.slots[b].long()[:, None] * ring_rows + p % ring_rows
-        else:
-            rows = (self.query_start[b] + 128 * b + 128 - self.prefix_lens[b])[:, None] + p
-        return torch.where(torch.arange(128) < lens[:, None], rows, -1).int(), lens.int()
+    Args:
+        requests: the requests.
+        tables: block ids by slot.
+        ring_rows: entries of a ring, for a decode step; None for a prefill step.
+    """
+    slots, prefix, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
+    start = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0))
+    request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+    positions = (prefix[request] + torch.arange(len(request)) - start[request]).long()
+    table = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(tables[s], dtype=torch.int32) for s in slots.tolist()], batch_first=True, padding_value=-1
+    )
+    return StepMetadata.build(
+        slots=slots,
+        prefix_lens=prefix,
+        query_start=start,
+        token_request=request.int(),
+        positions=positions,
+        out_loc=table[request, positions // 128].long() * 128 + positions % 128,
+        block_table=table,
+        decode_ring_rows=ring_rows,
+    )

@@ -15,10 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layer_harness import Batch, Layer, make_attention
+from layer_harness import Layer, make_attention, make_step
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
+from dsv4_sglang.cache.append import Projections
+from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.formats import KeyTable, KVBuffer
 from dsv4_sglang.model.geometry import CsaCompressorState, StateRows, state_rows
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.reference import append as reference
@@ -66,7 +68,7 @@ def strips(tensor: Tensor, table: KVBuffer) -> Tensor:
 
 
 @functools.cache
-def projections(ratio: int, dtype: torch.dtype, device: str) -> dict[str, Tensor | None]:
+def projections(ratio: int, dtype: torch.dtype, device: str) -> Projections:
     """Return the projections of every token of both requests, [2, positions, columns]."""
     generator = torch.Generator().manual_seed(ratio)
 
@@ -75,11 +77,11 @@ def projections(ratio: int, dtype: torch.dtype, device: str) -> dict[str, Tensor
             return None
         return torch.randn(2, POSITIONS, columns, generator=generator, device="cpu").to(device, dtype)
 
-    return {
-        "kv": random(512, dtype),
-        "kv_score": random({0: 0, 4: 2048, 128: 1024}[ratio], torch.float32),
-        "index_kv_score": random({0: 0, 4: 512, 128: 0}[ratio], torch.float32),
-    }
+    return Projections(
+        random(512, dtype),
+        random({0: 0, 4: 2048, 128: 1024}[ratio], torch.float32),
+        random({0: 0, 4: 512, 128: 0}[ratio], torch.float32),
+    )
 
 
 class Requests:
@@ -89,42 +91,41 @@ class Requests:
         self.layer, self.lengths = layer, [0, 0]
         self.inputs = projections(layer.ratio, layer.dtype, str(torch.get_default_device()))
 
-    def take(self, request: int, count: int, kept: int, rejected: str) -> dict[str, Tensor | None]:
+    def take(self, request: int, count: int, kept: int, rejected: str) -> list[Tensor | None]:
         """Return the projections of the request's next `count` tokens. All after the first `kept` are rejected ones."""
         begin = self.lengths[request]
-        taken = {}
-        for name, values in self.inputs.items():
-            part = None if values is None else values[request, begin : begin + count].clone()
+        taken = [None if values is None else values[request, begin : begin + count].clone() for values in self.inputs]
+        for part in taken:
             if part is not None and kept < count:
                 part[kept:] = REJECTED[rejected](part[kept:])
-            taken[name] = part
         return taken
 
     def step(self, counts: list[int], kept: list[int], decode: bool, rejected: str = "other") -> None:
         """Append `counts` tokens of the requests (0: not in the step) and accept `kept` of them."""
         who = [r for r in (0, 1) if counts[r]]
-        batch = Batch.make([(r, self.lengths[r], counts[r]) for r in who], TABLES)
-        parts = [self.take(r, counts[r], kept[r], rejected) for r in who]
-        inputs = {name: None if x is None else torch.cat([p[name] for p in parts]) for name, x in self.inputs.items()}
-        window = track = None
+        step = make_step(
+            [(r, self.lengths[r], counts[r]) for r in who], TABLES, self.layer.sizes.ring if decode else None
+        )
+        parts = zip(*(self.take(r, counts[r], kept[r], rejected) for r in who))
+        inputs = Projections(*(None if part[0] is None else torch.cat(part) for part in parts))
+        window = None
         if not decode:
-            stored = KVFormat(self.layer.rows)
-            window = torch.zeros(1, len(batch.positions) + 128 * len(who), stored.width, dtype=stored.dtype)
-            track = self.tracked(who[0], counts[who[0]], batch)
-        self.layer.append(batch, inputs, window, track)
+            window = torch.zeros(1, step.window_size, self.layer.kv_format.width, dtype=self.layer.kv_format.dtype)
+            step.track_slots = self.tracked(who[0], counts[who[0]], step)
+        self.layer.append(step, inputs, window)
         for r in who:
             self.lengths[r] += kept[r]
 
-    def tracked(self, request: int, count: int, batch: Batch) -> Tensor:
+    def tracked(self, request: int, count: int, step: StepMetadata) -> Tensor:
         """Return SNAPSHOT for tokens of the last whole block of the step's first request, -1 for other tokens."""
         end = (self.lengths[request] + count) // 128 * 128
-        mine = (batch.token_request == 0) & (batch.positions >= end - 128) & (batch.positions < end)
+        mine = (step.token_request == 0) & (step.positions >= end - 128) & (step.positions < end)
         return torch.where(mine, SNAPSHOT, -1).int()
 
     # The live state, as bytes.
 
     def ring(self, slot: int, first: int, stop: int) -> Tensor:
-        rows = strips(self.layer.ring, KVBuffer(self.layer.ring, KVFormat(self.layer.rows)))
+        rows = strips(self.layer.ring, KVBuffer(self.layer.ring, self.layer.kv_format))
         return rows[slot, torch.arange(first, stop) % self.layer.sizes.ring]
 
     def compressor_state(self, slot: int, length: int) -> dict[str, Tensor]:
@@ -152,9 +153,9 @@ class Requests:
             return []
         positions = torch.arange(0, self.lengths[request] // layer.ratio * layer.ratio, layer.ratio)
         rows = (torch.tensor(TABLES[request])[positions // 128] * 128 + positions % 128) // layer.ratio
-        found = [strips(layer.entries, KVBuffer(layer.entries, KVFormat(layer.rows))).flatten(0, 1)[rows]]
+        found = [strips(layer.entries, KVBuffer(layer.entries, layer.kv_format)).flatten(0, 1)[rows]]
         if layer.ratio == 4:
-            keys = KeyTable(layer.index_keys, KeyFormat(layer.keys))
+            keys = KeyTable(layer.index_keys, layer.key_format)
             views = keys.views()
             parts = [keys.data] if views is None else [views.fp4, views.scales]
             found += [part.view(torch.uint8).flatten(0, 1)[rows] for part in parts]
@@ -314,22 +315,14 @@ def survives(ratio: int, sizes: StateRows, d: int, monkeypatch: pytest.MonkeyPat
     return True
 
 
-@pytest.mark.parametrize("d", [2, 3, 5, 9])
-@pytest.mark.parametrize(
-    ("ratio", "less"),
-    [
-        (0, lambda d: {"ring": 126 + d}),
-        (4, lambda d: {"csa": CsaCompressorState(d + 2, d + 7)}),
-        (4, lambda d: {"csa": CsaCompressorState(d + 3, d + 6)}),
-        (128, lambda d: {"hca_state_copies": d}),
-    ],
-    ids=["ring", "current", "previous", "state copies"],
-)
-def test_one_row_less_is_not_enough(
-    ratio: int, less: Callable[[int], dict[str, object]], d: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert survives(ratio, least_rows(d), d, monkeypatch)
-    assert not survives(ratio, least_rows(d)._replace(**less(d)), d, monkeypatch)
+@pytest.mark.parametrize("d", [2, 5, 9])
+@pytest.mark.parametrize(("ratio", "name"), [(0, "ring"), (4, "current"), (4, "previous"), (128, "hca_state_copies")])
+def test_one_row_less_is_not_enough(ratio: int, name: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = least_rows(d)
+    assert survives(ratio, sizes, d, monkeypatch)
+    part = sizes.csa if ratio == 4 else sizes
+    less = part._replace(**{name: getattr(part, name) - 1})
+    assert not survives(ratio, sizes._replace(csa=less) if ratio == 4 else less, d, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 import torch
 from attention_cases import attend_case, prefill_case
 
-from dsv4_sglang.attention.base import AttendInputs
-from dsv4_sglang.attention.registry import begin_step, make_kernels
+from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.formats import KVFormat
 
 pytest.importorskip("triton")
@@ -41,46 +40,41 @@ def chosen(device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFo
     """Return the attention kernels of a prefill step and of a following decode step."""
     kernels = make_kernels(device, 8, heads, dtype, kv_format)
     step, lengths, _ = prefill_case(ratio=4, kv_format=kv_format, heads=heads)
-    return tuple(type(begin_step(kernels, step, of)).__name__ for of in (lengths, None))
+    return tuple(
+        next(type(kernel).__name__ for kernel in kernels if kernel.begin_step(step, of)) for of in (lengths, None)
+    )
 
 
-@pytest.mark.parametrize("heads", [1, 16, 64, 65, 128])
+@pytest.mark.parametrize("heads", [1, 64, 128])
 @pytest.mark.parametrize(
     "kv_format, prefill, decode", [(FP8, SPARSE, DECODE), (BF16, SPARSE, PORTABLE), (FP32, PORTABLE, PORTABLE)]
 )
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 3)])
 def test_flashmla_reads_what_it_takes(gpu: Gpu, capability, kv_format, prefill, decode, heads) -> None:
     assert chosen(gpu(capability), heads, torch.bfloat16, kv_format) == (prefill, decode)
 
 
-@pytest.mark.parametrize("kv_format", [FP8, BF16, FP32])
 @pytest.mark.parametrize(
     "capability, installed, heads, dtype",
     [
-        *(((major, minor), True, 64, torch.bfloat16) for major, minor in ((8, 0), (8, 9), (12, 0))),
+        ((8, 9), True, 64, torch.bfloat16),
+        ((12, 0), True, 64, torch.bfloat16),
         ((9, 0), False, 64, torch.bfloat16),
         ((9, 0), True, 129, torch.bfloat16),
         ((9, 0), True, 64, torch.float16),
-        ((9, 0), True, 64, torch.float32),
     ],
 )
-def test_all_else_is_read_by_the_portable_kernel(gpu: Gpu, capability, installed, heads, dtype, kv_format) -> None:
-    assert chosen(gpu(capability, installed), heads, dtype, kv_format) == (PORTABLE, PORTABLE)
-
-
-@pytest.mark.parametrize("kv_format", [FP8, BF16, FP32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_cpu_has_the_portable_kernel(dtype, kv_format) -> None:
-    assert chosen(torch.device("cpu"), 64, dtype, kv_format) == (PORTABLE, PORTABLE)
+def test_all_else_is_read_by_the_portable_kernel(gpu: Gpu, capability, installed, heads, dtype) -> None:
+    assert chosen(gpu(capability, installed), heads, dtype, FP8) == (PORTABLE, PORTABLE)
+    assert chosen(torch.device("cpu"), heads, dtype, FP8) == (PORTABLE, PORTABLE)
 
 
 @pytest.mark.parametrize("limit", ["MAX_GATHERED", "MAX_GATHERED_PER_TOKEN"])
-@pytest.mark.parametrize("kv_format, expected", [(FP8, DECODE), (BF16, PORTABLE)])
 def test_a_prefill_with_much_context_reads_the_tables_where_they_are(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kv_format, expected, limit
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, limit
 ) -> None:
     monkeypatch.setattr(sparse_prefill, limit, 1)
-    assert chosen(gpu((9, 0)), 64, torch.bfloat16, kv_format)[0] == expected
+    assert chosen(gpu((9, 0)), 64, torch.bfloat16, FP8)[0] == DECODE
 
 
 @pytest.mark.parametrize("heads, padded", [(1, 64), (64, 64), (65, 128), (128, 128)])
@@ -91,17 +85,3 @@ def test_heads_are_padded_to_what_flashmla_takes(heads: int, padded: int) -> Non
     assert more_q.shape == (2, padded, 512) and more.sink.shape == (padded,) and more.heads == heads
     assert torch.equal(more_q[:, :heads], q) and torch.equal(more.sink[:heads], inputs.sink)
     assert not more_q[:, heads:].any() and (padded != heads or more_q is q)
-
-
-def test_other_numbers_of_heads_are_rejected() -> None:
-    with pytest.raises(ValueError, match="129 heads; expected at most 128"):
-        FlashMLAAttention().query_heads(129)
-    with pytest.raises(ValueError, match="q has 65 heads; expected 128"):
-        FlashMLAAttention().attend(*attend_case(tokens=2, heads=65, width=None).inputs())
-
-
-@pytest.mark.parametrize("width", [None, 64])
-def test_inputs_are_the_arguments_of_the_op(width: int | None) -> None:
-    args = attend_case(tokens=3, heads=4, width=width, kv_format=BF16).args()
-    inputs = AttendInputs.from_op(*args[1:])
-    assert all(a is b or a == b for a, b in zip(inputs.op_args(), args[1:], strict=True))

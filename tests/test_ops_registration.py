@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_harness import HIDDEN, SCALE, Batch, Layer, make_attention
+from layer_harness import HIDDEN, SCALE, Layer, make_attention, make_step
 
 from dsv4_sglang.attention import cuda_ops  # noqa: F401  Registers the ops.
 from dsv4_sglang.formats import KeyFormat, KVFormat
@@ -60,18 +60,17 @@ def test_append_v41():
 
 
 def test_attention_kernels():
-    batch = Batch.make([(1, 100, 3)], {1: [2]})
+    batch = make_step([(1, 100, 3)], {1: [2]}, 128)
     rope = torch.ones(256, 64)
     rows = torch.zeros(3, 16, dtype=torch.int32)
     check(
         "index_topk", torch.randn(3, 8, 128), torch.randn(3, 8), torch.randn(4, 32, 128), batch.block_table,
         batch.token_request, batch.positions, rope, KeyFormat.FP32.code, torch.empty(0), rows,
     )  # fmt: skip
-    window_indices, window_lens = batch.window_lists(True)
     check(
-        "attend", torch.randn(3, 2, 512), torch.zeros(2), torch.randn(3, 128, 512), window_indices, window_lens,
-        torch.randn(4, 32, 512), rows, torch.full((3,), 16, dtype=torch.int32), batch.positions, rope, SCALE,
-        KVFormat.FP32.code,
+        "attend", torch.randn(3, 2, 512), torch.zeros(2), torch.randn(3, 128, 512), batch.window_indices,
+        batch.window_lens, torch.randn(4, 32, 512), rows, torch.full((3,), 16, dtype=torch.int32), batch.positions,
+        rope, SCALE, KVFormat.FP32.code,
     )  # fmt: skip
 
 

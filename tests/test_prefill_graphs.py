@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,8 @@ from dsv4_sglang.cache.step import StepMetadata
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
 STAGING = range(20, 40)
-PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens", "track_slots")
+PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens")
+PER_TOKEN += ("track_slots", "out_loc")
 
 
 class Batch:
@@ -43,39 +43,27 @@ class Batch:
         self.track_slots = torch.tensor(slots, dtype=torch.int32)
         self.snapshots = torch.where(self.track_slots >= 0, 100 + self.track_slots, 0).to(torch.int32)
 
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {
+            "req_pool_indices": self.requests,
+            "prefix_lens": self.prefix_lens,
+            "chunk_lens": self.chunk_lens,
+            "req_to_token": self.req_to_token,
+            "state_slot_of_request": self.state_slot,
+            "track_slots": self.track_slots,
+            "track_lens": self.track_lens,
+        }
+
     def eager(self) -> StepMetadata:
-        return build_prefill(
-            req_pool_indices=self.requests,
-            prefix_lens=self.prefix_lens,
-            chunk_lens=self.chunk_lens,
-            positions=self.positions,
-            out_loc=self.out_loc,
-            req_to_token=self.req_to_token,
-            state_slot_of_request=self.state_slot,
-            track_slots=self.track_slots,
-            track_lens=self.track_lens,
-            top_k=TOP_K,
-            max_length=max(self.lengths),
-        )
+        at = {"positions": self.positions, "out_loc": self.out_loc}
+        return build_prefill(**self.inputs, **at, top_k=TOP_K, max_length=max(self.lengths))
 
     def recorded(self, buffers: PrefillBuffers, tokens: int) -> StepMetadata:
-        buffers.fill(
-            req_pool_indices=self.requests,
-            prefix_lens=self.prefix_lens,
-            chunk_lens=self.chunk_lens,
-            req_to_token=self.req_to_token,
-            state_slot_of_request=self.state_slot,
-            track_slots=self.track_slots if self.due else None,
-            track_lens=self.track_lens if self.due else None,
-            snapshots=self.snapshots.flatten() if self.due else None,
-        )
+        buffers.fill(**self.inputs, snapshots=self.snapshots.flatten() if self.due else None)
         out_loc = torch.nn.functional.pad(self.out_loc, (0, tokens - len(self.out_loc)))
         build_recorded(buffers, tokens, out_loc, TOP_K)
         return recorded_step(buffers, tokens, out_loc)
-
-
-def make_buffers() -> PrefillBuffers:
-    return PrefillBuffers(TOKENS, REQUESTS, MAX_BLOCKS, STAGING, "cpu")
 
 
 def batches() -> st.SearchStrategy[Batch]:
@@ -93,8 +81,10 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
     """Check that the tokens of the batch have the eager step's metadata, and that padding tokens see and write
     nothing."""
     n, requests, tokens = len(batch.out_loc), len(batch.requests), len(step.positions)
+    alone = step.first_tokens(batch.out_loc)
+    assert alone.window_size == n + BLOCK * (REQUESTS + 1)
     for name in PER_TOKEN:
-        assert torch.equal(getattr(step, name)[:n], getattr(expected, name)), name
+        assert torch.equal(getattr(alone, name), getattr(expected, name)), name
     for name in ("slots", "prefix_lens", "query_start"):
         assert torch.equal(getattr(step, name)[:requests], getattr(expected, name)[:requests]), name
     for token in range(n):
@@ -117,29 +107,7 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
 @given(st.lists(batches(), min_size=1, max_size=3), st.data())
 def test_recorded_metadata_equals_eager(found, data):
     """Batches that reuse the same buffers do not affect each other."""
-    buffers = make_buffers()
+    buffers = PrefillBuffers(TOKENS, REQUESTS, MAX_BLOCKS, STAGING, "cpu")
     for batch in found:
         tokens = data.draw(st.integers(len(batch.out_loc), TOKENS))
         check(batch.recorded(buffers, tokens), batch.eager(), batch, buffers)
-
-
-def test_first_tokens_leave_padding_out():
-    batch = Batch([100, 0], [40, 130], 0)
-    step = batch.recorded(make_buffers(), 200).first_tokens(batch.out_loc)
-    expected = batch.eager()
-    assert torch.equal(step.out_loc, expected.out_loc)
-    assert step.window_size == len(batch.out_loc) + BLOCK * (REQUESTS + 1)
-    for name in PER_TOKEN:
-        assert torch.equal(getattr(step, name), getattr(expected, name)), name
-
-
-@pytest.mark.parametrize("tokens", [TOKENS, 300])
-def test_empty_batch_is_padding_alone(tokens):
-    """Graphs are recorded with an empty batch."""
-    buffers = make_buffers()
-    buffers.track_slots.fill_(-1)
-    out_loc = torch.zeros(tokens, dtype=torch.int64)
-    build_recorded(buffers, tokens, out_loc, TOP_K)
-    step = recorded_step(buffers, tokens, out_loc)
-    assert step.token_request.eq(REQUESTS).all() and step.slots.eq(-1).all() and step.track_slots.eq(-1).all()
-    assert step.window_lens.eq(0).all() and step.csa_lens.eq(0).all() and step.hca_lens.eq(0).all()

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layer_harness import make_step
 
-import dsv4_sglang.ops  # noqa: F401  Registers torch.ops.dsv4_sglang.
 from dsv4_sglang.cache import CacheLayout, StateStorage
-from dsv4_sglang.formats import KeyFormat, KVFormat
+from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.srt.integration import metrics
@@ -51,49 +51,27 @@ def test_a_state_goes_to_a_snapshot_and_back(
     """`kept` holds the first of the four rows of the previous stream's k and of its z, for positions 124 .. 127 mod
     128."""
     state = make_pool(dtype, draft_tokens).storage
-    assert (
-        state.rings.shape[2] == ring_rows
-        and state.compressor_states[AttentionType.CSA].shape[2] == compressor_state_rows
-    )
+    csa = state.compressor_states[AttentionType.CSA]
+    assert (state.rings.shape[2], csa.shape[2]) == (ring_rows, compressor_state_rows)
     for slot in range(1, state.num_slots):
         fill(state, slot, slot)
-    before = (
-        state.rings.clone(),
-        state.compressor_states[AttentionType.CSA].clone(),
-        state.compressor_states[AttentionType.HCA].clone(),
-    )
-    # Slot 2 and staging slot 4 are stored. -1 and snapshot 0 are skipped.
-    state.store(ids(2, 4, -1, 3), ids(3, 1, 2, 0))
-    for tensor, old in zip((state.rings, *state.compressor_states.values()), before):
-        assert torch.equal(tensor, old), "storing changed a live slot"
-    fill(state, 1, 77)
-    untouched = state.compressor_states[AttentionType.CSA][:, 1].clone()
-    state.load(ids(3), ids(1))
-    assert torch.equal(state.rings[:, 1], before[0][:, 2])
-    compressor_state, source = state.compressor_states[AttentionType.CSA][:, 1], before[1][:, 2]
+    live = (state.rings, *state.compressor_states.values())
+    before = [tensor.clone() for tensor in live]
+    # Slots 2 and 3 and staging slot 4 are stored. -1 and snapshot 0 are skipped.
+    state.store(ids(2, 4, -1, 3, 3), ids(3, 1, 2, 0, 2))
+    assert all(map(torch.equal, live, before)), "storing changed a live slot"
     is_kept = torch.zeros(compressor_state_rows, dtype=torch.bool)
     for first in kept:
         is_kept[first : first + 4] = True
-    assert torch.equal(compressor_state[:, is_kept], source[:, is_kept]), (
-        "the four last rows of the previous window's k and z"
-    )
-    assert torch.equal(compressor_state[:, ~is_kept], untouched[:, ~is_kept])
-    state.load(ids(1), ids(3))
-    assert torch.equal(state.rings[:, 3], before[0][:, 4])
-
-
-def test_snapshots_do_not_overlap() -> None:
-    state = make_pool().storage
-    for i in range(1, 4):
-        fill(state, i, i)
-    state.store(ids(1, 2, 3), ids(1, 2, 3))
-    rings, compressor_states = state.rings[:, 1:4].clone(), state.compressor_states[AttentionType.CSA][:, 1:4].clone()
-    for i in range(1, 4):
-        fill(state, i, 50)
-    state.load(ids(1, 2, 3), ids(1, 2, 3))
-    assert torch.equal(state.rings[:, 1:4], rings)
-    assert torch.equal(state.compressor_states[AttentionType.CSA][:, 1:4, 12:16], compressor_states[:, :, 12:16])
-    assert torch.equal(state.compressor_states[AttentionType.CSA][:, 1:4, 20:24], compressor_states[:, :, 20:24])
+    rings, rows = before[0], before[1 + list(state.compressor_states).index(AttentionType.CSA)]
+    for slot in (1, 2, 3):
+        fill(state, slot, 77)
+    untouched = csa[:, 1].clone()
+    state.load(ids(3, 2, 1), ids(1, 2, 3))
+    for to, source in ((1, 2), (2, 3), (3, 4)):
+        assert torch.equal(state.rings[:, to], rings[:, source])
+        assert torch.equal(csa[:, to, is_kept], rows[:, source, is_kept]), "the last rows of the previous window"
+    assert torch.equal(csa[:, 1, ~is_kept], untouched[:, ~is_kept])
 
 
 def test_copies_are_timed_without_waiting(device: torch.device) -> None:
@@ -179,13 +157,20 @@ class ResumedLayer:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
-        self.kv = random(TOKENS, 512)
-        self.score = random(TOKENS, 2048 if ratio == 4 else 1024) if ratio else None
-        self.index_score = random(TOKENS, 512) if ratio == 4 else None
-        self.norms = random(512), random(512), random(128)
-        self.ape = random(4, 1024) if ratio == 4 else random(128, 512)
-        self.index_ape = random(4, 256)
-        self.rope = torch.view_as_real(torch.polar(torch.ones(512, 32), random(512, 32))).flatten(1)
+        self.schema, csa = layout.schemas[self.layer], ratio == 4
+        self.inputs = Projections(
+            random(TOKENS, 512),
+            random(TOKENS, 2048 if csa else 1024) if ratio else None,
+            random(TOKENS, 512) if csa else None,
+        )
+        self.weights = LayerWeights(
+            random(512),
+            torch.view_as_real(torch.polar(torch.ones(512, 32), random(512, 32))).flatten(1),
+            entry_norm=random(512) if ratio else None,
+            ape=random(*((4, 1024) if csa else (128, 512))) if ratio else None,
+            index_norm=random(128) if csa else None,
+            index_ape=random(4, 256) if csa else None,
+        )
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         entries = torch.zeros(4, 32, 512) if self.ratio == 4 else torch.zeros(1, 4, 512)
@@ -193,38 +178,13 @@ class ResumedLayer:
 
     def step(self, slot: int, begin: int, end: int, tables: tuple[torch.Tensor, torch.Tensor], track: int = -1) -> None:
         """Run tokens [begin, end) of the request in `slot`. `track` is the staging slot of its snapshot at RESUME."""
-        n, csa = end - begin, self.ratio == 4
-        at = torch.arange(begin, end)
-        tracked = torch.where((at >= RESUME - 128) & (at < RESUME), track, -1).to(torch.int32)
-        torch.ops.dsv4_sglang.append(
-            self.kv[begin:end],
-            self.score[begin:end] if self.score is not None else None,
-            self.index_score[begin:end] if self.index_score is not None else None,
-            self.norms[0],
-            self.norms[1] if self.ratio else None,
-            self.norms[2] if csa else None,
-            self.ape if self.ratio else None,
-            self.index_ape if csa else None,
-            self.rope,
-            1e-6,
-            self.ratio,
-            KVFormat.FP32.code,
-            KeyFormat.FP32.code,
-            ids(slot),
-            ids(begin),
-            ids(0, n),
-            torch.zeros(n, dtype=torch.int32),
-            at,
-            tracked if track >= 0 else None,
-            self.state.ring(self.layer),
-            self.state.compressor_state(self.layer),
-            tables[0] if self.ratio else None,
-            tables[1] if csa else None,
-            torch.zeros(1, n + 128, 512),
-            None,
-            None,
-            None,
-        )
+        step = make_step([(slot, begin, end - begin)], {slot: [0, 1, 2, 3]})
+        if track >= 0:
+            tracked = (step.positions >= RESUME - 128) & (step.positions < RESUME)
+            step.track_slots = torch.where(tracked, track, -1).int()
+        buffers = LayerTables(self.state.ring(self.layer), self.state.compressor_state(self.layer), *tables)
+        inputs = Projections(*(None if x is None else x[begin:end] for x in self.inputs))
+        append_layer(self.schema, buffers, self.weights, inputs, step, torch.zeros(1, step.window_size, 512))
 
     def resumed(self, fault: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the entries, index keys and ring of a request of TOKENS tokens that resumes at RESUME."""

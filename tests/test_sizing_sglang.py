@@ -108,6 +108,17 @@ def tokens_of(configurator: Configurator, gib: float) -> int:
     return blocks.calculate_pool_sizes(int(left * GIB), 128).max_total_num_tokens
 
 
+def built_pool(launched: Configurator, **sizes: int) -> Any:
+    """Return the pool of state slots that the server allocates, for a context of 256 tokens."""
+    schedule = runtime_context.get_schedule()
+    schedule.max_mamba_cache_size, schedule.chunked_prefill_size = launched.overridden["max_mamba_cache_size"], 128
+    launched.model_config.context_len = 256
+    pool = launched.context.request_pool(lambda *_: None, launched, max_num_reqs=2, **sizes)
+    counted = launched.context.demand.bytes(launched.context.layout)
+    assert pool.mamba_pool.bytes == counted, "allocated and counted bytes differ"
+    return pool
+
+
 @pytest.mark.parametrize("make", [DSV4Config.flash, DSV4Config.pro, flashshape])
 def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, make: Any) -> None:
     launched = configurator(make(), 256, max_snapshots=512)
@@ -150,18 +161,20 @@ def test_the_published_v41(configurator: Any) -> None:
     assert "900.00 bytes a token" in table(layout, tokens, demand)
 
 
-def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
-    launched = configurator(flashshape(), 256, max_snapshots=512)
+@pytest.mark.parametrize(
+    ("flags", "demand"),
+    [
+        ({"max_snapshots": 512}, StateDemand(256, 64, 512)),
+        ({"max_snapshots": 64, "ranks": 8}, StateDemand(32, 64, 64)),  # a rank of DP attention
+        ({"radix": False}, StateDemand(256)),
+    ],
+)
+def test_a_running_request_has_one_live_slot(configurator: Any, flags: dict[str, Any], demand: StateDemand) -> None:
+    launched = configurator(flashshape(), 256, **flags)
     tokens_of(launched, MEMORY)
-    assert launched.overridden == {"max_mamba_cache_size": 256}, "SGLang would take 3 slots a request"
+    assert launched.context.demand == demand
+    assert launched.overridden == {"max_mamba_cache_size": demand.running}, "SGLang would take 3 slots a request"
     assert launched.context.slots_of_request(lambda _configurator: 5, launched) == 1
-
-
-def test_a_rank_of_dp_attention_has_slots_for_its_share(configurator: Any) -> None:
-    launched = configurator(flashshape(), 256, ranks=8)
-    tokens_of(launched, MEMORY)
-    assert launched.overridden == {"max_mamba_cache_size": 32}
-    assert (launched.context.demand.running, launched.context.demand.staging) == (32, 64)
 
 
 def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> None:
@@ -182,18 +195,8 @@ def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> 
 def test_a_decode_servers_pool_is_what_was_counted(configurator: Any) -> None:
     launched = configurator(flashshape(), 2, radix=False, mode="decode")
     tokens_of(launched, MEMORY)
-    runtime_context.get_schedule().max_mamba_cache_size = launched.overridden["max_mamba_cache_size"]
-    launched.model_config.context_len = 256
-    sizes = {"max_num_reqs": 2, "extra_max_context_len": 4, "pre_alloc_size": 4}
-    pool = launched.context.request_pool(lambda *_: None, launched, **sizes)
+    pool = built_pool(launched, extra_max_context_len=4, pre_alloc_size=4)
     assert (pool.size, len(pool.free_slots), pool.mamba_allocator.size, pool.mamba_pool.size) == (2, 6, 6, 6)
-    assert pool.mamba_pool.bytes == launched.context.demand.bytes(launched.context.layout)
-
-
-def test_without_a_prefix_cache_there_are_no_snapshots(configurator: Any) -> None:
-    launched = configurator(flashshape(), 256, radix=False)
-    assert tokens_of(launched, MEMORY) > capacity.ours(flashshape(), 256, 512).tokens(MEMORY * GIB)
-    assert launched.context.demand == StateDemand(256)
 
 
 @pytest.mark.skipif(compat.IS_0_5_23, reason="a pool reads the settings of a running server there")
@@ -201,16 +204,9 @@ def test_without_a_prefix_cache_there_are_no_snapshots(configurator: Any) -> Non
 def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, drafts: int) -> None:
     launched = configurator(flashshape(), 2, max_snapshots=4, drafts=drafts)
     tokens_of(launched, MEMORY)
-    schedule = runtime_context.get_schedule()
-    schedule.max_mamba_cache_size, schedule.chunked_prefill_size = 2, 128
-    launched.model_config.context_len = 256
     flags = SimpleNamespace(**speculation(drafts), max_speculative_num_draft_tokens=drafts or None, page_size=128)
-    extra = get_req_to_token_extra_context_len(flags)
-    pool = launched.context.request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=extra)
+    pool = built_pool(launched, extra_max_context_len=get_req_to_token_extra_context_len(flags))
     assert (pool.mamba_allocator.size, pool.mamba_pool.size, pool.mamba_ckpt_pool.num_slots) == (2, 2, 4)
-    demand, layout = launched.context.demand, launched.context.layout
-    assert demand is not None and layout is not None
-    assert pool.mamba_pool.bytes == demand.bytes(layout), "allocated and counted bytes differ"
     given = Choice(
         Model.of("flash"), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256, draft_tokens=drafts
     )

@@ -10,16 +10,15 @@ import importlib.metadata
 
 import pytest
 import torch
-from layer_harness import Batch
+from layer_harness import make_step
 from packaging.version import Version
 from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis, normalised, rotated, same
 
 import dsv4_sglang.ops  # noqa: F401
 from dsv4_sglang.cache.v41 import v41_layout
-from dsv4_sglang.formats import KeyFormat, KeyTable, make_kv_buffers
+from dsv4_sglang.formats import make_kv_buffers
 from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table, quantise_fp4, quantise_fp8
 from dsv4_sglang.model import DSV4Config
-from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import (
     Csa2Role,
     V41Config,
@@ -27,7 +26,6 @@ from dsv4_sglang.model.v41 import (
     pair_rows,
     v41_schedule,
 )
-from dsv4_sglang.ops.rope import rope_table
 
 # Fields published with DeepSeek-V4.1-Flash that the cache depends on, and a few others.
 PUBLISHED = {
@@ -179,19 +177,17 @@ def rows_of_all_sizes() -> torch.Tensor:
     return rows.bfloat16()
 
 
-def test_window_rows_are_those_of_training():
+@pytest.mark.parametrize(
+    ("kv_format", "trained"),
+    [(V41KVFormat.FP8, act_quant), (V41KVFormat.FP4, functools.partial(fp4_act_quant, block_size=16, e4m3_scale=True))],
+)
+def test_rows_are_those_of_training(kv_format, trained):
+    """The window has FP8 rows, the compressed entries FP4 rows."""
     rows = rows_of_all_sizes()
-    table = V41Table(make_kv_buffers(1, 2, 12, V41KVFormat.FP8, torch.device("cpu"))[0], V41KVFormat.FP8)
+    table = V41Table(make_kv_buffers(1, 2, 12, kv_format, torch.device("cpu"))[0], kv_format)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     table.write(order, rows.float())
-    assert torch.equal(table.read(order), act_quant(rows.double()).float())
-
-
-def test_entries_are_those_of_training():
-    rows = rows_of_all_sizes()
-    table = V41Table(make_kv_buffers(1, 3, 8, V41KVFormat.FP4, torch.device("cpu"))[0], V41KVFormat.FP4)
-    table.write(torch.arange(24), rows.float())
-    assert torch.equal(table.read(torch.arange(24)), fp4_act_quant(rows.double(), 16, True).float())
+    assert torch.equal(table.read(order), trained(rows.double()).float())
 
 
 def test_layout_of_a_block():
@@ -233,51 +229,10 @@ def test_formats_equal_those_of_sglang():
 # ---- append
 
 
-@functools.cache
-def layer(ratio: int):
-    """Return the weights and the projections of two requests of LENGTH tokens."""
-    g = torch.Generator().manual_seed(ratio)
-    return {
-        "kv": torch.randn(2, LENGTH, 512, generator=g).bfloat16(),
-        "compressor": (torch.randn(2, LENGTH, 512 * max(ratio, 1), generator=g) * 2).to(
-            torch.bfloat16 if ratio == 1 else torch.float32
-        ),
-        "keys": torch.randn(2, LENGTH, 128, generator=g).bfloat16(),
-        "kv_norm": (1 + 0.2 * torch.randn(512, generator=g)).bfloat16(),
-        "latent_norm": (1 + 0.2 * torch.randn(512, generator=g)).bfloat16(),
-        "key_norm": (1 + 0.2 * torch.randn(128, generator=g)).bfloat16(),
-        "rope": rope_table(LENGTH, rope_frequencies(V41Config.flash(), ratio)),
-    }
-
-
-@functools.cache
-def expected(ratio: int, request: int):
-    """Return (window rows, latents, entries, keys) of a whole request, computed in one prefill as in
-    inference/model.py."""
-    w, freqs = layer(ratio), freqs_cis(ratio)
-    rows = rotated(normalised(w["kv"][request], w["kv_norm"]), freqs)
-    rows = act_quant(rows.double()).float()
-    if not ratio:
-        return rows, None, None, None
-    x = w["compressor"][request]
-    if ratio == 2:
-        kv, score = x.unflatten(0, (-1, 2)).split(512, -1)
-        x = (kv * score.softmax(1)).sum(1).bfloat16()
-    latents = normalised(x, w["latent_norm"])
-    entries = rotated(latents, freqs[::ratio])
-    keys = rotated(normalised(w["keys"][request, ratio - 1 :: ratio], w["key_norm"]), freqs[::ratio])
-    return (
-        rows,
-        latents,
-        fp4_act_quant(entries.double(), 16, True).float(),
-        fp4_act_quant(keys.double(), 32, False).float(),
-    )
-
-
 @SGLANG_HAS_IT
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_entries_equal_those_of_sglang(ratio):
-    """Compare with SGLang's torch versions of its kernels."""
+    """Compare DeepSeek's formulas, with which test_v41_cache.py compares the ops, with SGLang's torch kernels."""
     from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_compressed_kv, fake_quant_fp4
     from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Compressor, RMSNorm, rope_tail
 
@@ -286,109 +241,41 @@ def test_entries_equal_those_of_sglang(ratio):
         module.weight.data = weight
         return module.requires_grad_(False)
 
-    w, freqs = layer(ratio), freqs_cis(ratio)[::ratio]
-    x = w["compressor"][0]
+    g = torch.Generator().manual_seed(ratio)
+    x, raw_keys = torch.randn(LENGTH, 512 * ratio, generator=g) * 2, torch.randn(LENGTH, 128, generator=g).bfloat16()
+    latent_norm, key_norm = ((1 + 0.2 * torch.randn(n, generator=g)).bfloat16() for n in (512, 128))
+    freqs, raw_keys = freqs_cis(ratio)[::ratio], raw_keys[ratio - 1 :: ratio]
+    mine = theirs = x.bfloat16()
     if ratio == 2:
-        x = DeepseekV41Compressor.pool_pairs(*x.unflatten(0, (-1, 2)).split(512, -1)).bfloat16()
-    latents = norm(w["latent_norm"])(x)
-    entries = fake_quant_compressed_kv(rope_tail(latents, freqs, 64))
-    keys = fake_quant_fp4(rope_tail(norm(w["key_norm"])(w["keys"][0, ratio - 1 :: ratio]), freqs, 64))
-    for mine, theirs in zip(expected(ratio, 0)[1:], (latents, entries, keys)):
-        same(mine.float(), theirs.float())
-
-
-class Run:
-    """Two requests in slots 2 and 1 of a layer, run through the ops."""
-
-    slots = (2, 1)
-
-    def __init__(self, ratio: int, draft_tokens: int = 0) -> None:
-        self.ratio, self.lengths, self.inputs = ratio, [0, 0], layer(ratio)
-        self.ring_rows = 128 + draft_tokens
-        per_block = 128 // ratio if ratio else 0
-        self.ring = torch.randint(0, 256, (4, self.ring_rows, 528), dtype=torch.uint8)
-        self.compressor_state = torch.full((4, pair_rows(draft_tokens), 1024), torch.nan) if ratio == 2 else None
-        self.entries = make_kv_buffers(1, 6, per_block, V41KVFormat.FP4, torch.device("cpu"))[0] if ratio else None
-        self.keys = torch.zeros(6, per_block, 72, dtype=torch.uint8) if ratio else None
-        self.tables = {2: [5, 0, 3], 1: [1, 4, 2]}  # Blocks of the requests, by slot.
-
-    def step(self, counts: tuple[int, int], decode: bool) -> None:
-        w, ops = self.inputs, torch.ops.dsv4_sglang
-        spans = [(length, length + n) for length, n in zip(self.lengths, counts)]
-        taken = {
-            name: torch.cat([w[name][b, lo:hi] for b, (lo, hi) in enumerate(spans)])
-            for name in ("kv", "compressor", "keys")
-        }
-        batch = Batch.make(list(zip(self.slots, self.lengths, counts)), self.tables)
-        at = batch.slots, batch.prefix_lens, batch.query_start, batch.token_request, batch.out_loc
-        window = None if decode else torch.zeros(1, sum(counts) + 256, 528, dtype=torch.uint8)
-        own = [None] * 5
-        if self.ratio:
-            latents = torch.full((sum(counts), 512), torch.nan, dtype=torch.bfloat16)
-            own = [taken["compressor"], w["latent_norm"], self.compressor_state, self.entries, latents]
-        ops.append_v41(
-            taken["kv"], own[0], w["kv_norm"], own[1], w["rope"], EPS, self.ratio, *at, None, self.ring, *own[2:],
-            window,
-        )  # fmt: skip
-        if self.ratio:
-            ops.append_v41_keys(taken["keys"], w["key_norm"], w["rope"], EPS, self.ratio, *at, self.keys)
-            closed = (batch.positions + 1) % self.ratio == 0
-            every = [
-                expected(self.ratio, b)[1][lo // self.ratio : hi // self.ratio] for b, (lo, hi) in enumerate(spans)
-            ]
-            same(latents[closed].float(), torch.cat(every).float())
-        self.lengths = [hi for _, hi in spans]
-
-    def check(self) -> None:
-        for b, (slot, length) in enumerate(zip(self.slots, self.lengths)):
-            rows, _, entries, keys = expected(self.ratio, b)
-            at = torch.arange(max(0, length - 128), length)
-            same(V41Table(self.ring, V41KVFormat.FP8).read(slot * self.ring_rows + at % self.ring_rows), rows[at])
-            if not self.ratio:
-                continue
-            n, per_block = length // self.ratio, 128 // self.ratio
-            i = torch.arange(n)
-            where = torch.tensor(self.tables[slot])[i // per_block] * per_block + i % per_block
-            same(V41Table(self.entries, V41KVFormat.FP4).read(where), entries[:n])
-            same(KeyTable(self.keys, KeyFormat.MXFP4).read(where), keys[:n])
-
-
-PLANS = {
-    "one": [(300, 300)],
-    "many": [(1, 3), (4, 1), (123, 125), (1, 1), (130, 150), (41, 20)],
-    "two": [(255, 131), (45, 169)],
-    "decode": [(125, 126), *[(1, 1)] * 8],
-}
-
-
-@pytest.mark.parametrize("ratio", [0, 1, 2])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_chunks_and_single_tokens_equal_one_prefill(ratio, plan):
-    """test_v41_cache.py covers rejected drafts, snapshots and padding requests."""
-    run = Run(ratio)
-    for counts in plan:
-        run.step(counts, decode=counts == (1, 1))
-        run.check()
+        kv, score = x.unflatten(0, (-1, 2)).split(512, -1)
+        mine = (kv * score.softmax(1)).sum(1).bfloat16()
+        theirs = DeepseekV41Compressor.pool_pairs(kv, score).bfloat16()
+    mine, theirs = normalised(mine, latent_norm), norm(latent_norm)(theirs)
+    same(mine.float(), theirs.float())
+    entries = fake_quant_compressed_kv(rope_tail(theirs, freqs, 64))
+    same(fp4_act_quant(rotated(mine, freqs).double(), 16, True).float(), entries.float())
+    keys = fake_quant_fp4(rope_tail(norm(key_norm)(raw_keys), freqs, 64))
+    same(fp4_act_quant(rotated(normalised(raw_keys, key_norm), freqs).double(), 32, False).float(), keys.float())
 
 
 @pytest.mark.parametrize(
-    ("draft_tokens", "ring", "counts", "said"),
+    ("ratio", "draft_tokens", "ring", "counts", "said"),
     [
-        (0, 127, (1, 1), "ring has 127 rows per slot; expected at least 128"),
-        (0, 128, (2, 2), "2 tokens of each request without `window`, but ring has 128 rows per slot"),
-        (3, 140, (4, 4), "4 tokens of each .*, but compressor_state has 2 rows per slot, for at most 3"),
-        (3, 140, (1, 2), "3 tokens for 2 requests without `window`"),
+        (2, 0, 127, (1, 1), "ring has 127 rows per slot; expected at least 128"),
+        (2, 0, 128, (2, 2), "2 tokens of each request without `window`, but ring has 128 rows per slot"),
+        (2, 3, 140, (4, 4), "4 tokens of each .*, but compressor_state has 2 rows per slot, for at most 3"),
+        (2, 3, 140, (1, 2), "3 tokens for 2 requests without `window`"),
+        (4, 0, 128, (1, 1), "ratio is 4; expected 0, 1 or 2"),
     ],
 )
-def test_errors_name_the_value(draft_tokens, ring, counts, said):
-    run = Run(2, draft_tokens)
-    run.ring = torch.zeros(4, ring, 528, dtype=torch.uint8)
+def test_errors_name_the_value(ratio, draft_tokens, ring, counts, said):
+    tokens = sum(counts)
+    step = make_step([(slot, 0, count) for slot, count in zip((2, 1), counts)], {2: [0], 1: [1]}, ring)
+    at = step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc
+    rings, entries = torch.zeros(4, ring, 528, dtype=torch.uint8), torch.zeros(6, 64, 288, dtype=torch.uint8)
+    state, latents = torch.zeros(4, pair_rows(draft_tokens), 1024), torch.zeros(tokens, 512).bfloat16()
     with pytest.raises(ValueError, match=said):
-        run.step(counts, decode=True)
-
-
-def test_an_unknown_ratio_is_named():
-    run = Run(2)
-    run.ratio = 4
-    with pytest.raises(ValueError, match="ratio is 4; expected 0, 1 or 2"):
-        run.step((1, 1), decode=True)
+        torch.ops.dsv4_sglang.append_v41(
+            torch.zeros(tokens, 512).bfloat16(), torch.zeros(tokens, 1024), torch.ones(512), torch.ones(512),
+            torch.ones(9, 64), EPS, ratio, *at, None, rings, state, entries, latents, None,
+        )  # fmt: skip

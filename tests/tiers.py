@@ -31,7 +31,7 @@ FULL = frozenset(
         "interpreted_kernels.py::test_sparse_prefill",
         "interpreted_kernels.py::test_attend_of_v41",
         "interpreted_kernels.py::test_selection_of_v41",
-        "test_attention_kernels_interpreted.py",
+        "test_kernels_compile.py",
         # Long runs of randomised state machines, and simulations.
         "test_host_cache.py::test_a_hundred_thousand_operations_with_late_copies",
         "test_prefix_sglang.py::test_random_steps_keep_every_block_and_slot_accounted_for",

@@ -46,7 +46,7 @@ class AttendInputs(NamedTuple):
         rope: fp32 [positions, 64], RoPE table.
         scale: factor of the logits.
         kv_format: KV format of `window` and `entries`.
-        ratio: compression ratio 0, 4 or 128; None in a call of the op, which does not pass it.
+        ratio: compression ratio 0, 4 or 128, for `sparse_prefill`. The op does not pass it.
     """
 
     sink: Tensor
@@ -57,7 +57,7 @@ class AttendInputs(NamedTuple):
     rope: Tensor
     scale: float
     kv_format: KVFormat
-    ratio: int | None = None
+    ratio: int = 0
 
     @classmethod
     def from_op(cls, sink: Tensor, *args: Any) -> AttendInputs:

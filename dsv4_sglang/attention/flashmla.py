@@ -54,9 +54,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def padded_heads(heads: int) -> int:
-    """Return the smallest number of heads that a kernel takes, at least `heads`. Raise ValueError above 128."""
-    if heads > HEAD_COUNTS[-1]:
-        raise ValueError(f"{heads} heads; expected at most {HEAD_COUNTS[-1]}; check `supports` first")
+    """Return the smallest number of heads that a kernel takes, at least `heads`, which are at most 128."""
     return next(count for count in HEAD_COUNTS if count >= heads)
 
 
@@ -80,8 +78,6 @@ class FlashMLAKernel(AttentionKernel):
         return padded_heads(heads)
 
     def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:
-        if q.shape[1] not in HEAD_COUNTS:
-            raise ValueError(f"q has {q.shape[1]} heads; expected {padded_heads(q.shape[1])}, see `query_heads`")
         if q.shape[0] == 0:
             return LayerOutput(torch.empty_like(q)[:, : inputs.heads], output_is_rotated)
         out = self._rotated(q, inputs)[:, : inputs.heads]

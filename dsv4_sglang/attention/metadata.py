@@ -121,9 +121,19 @@ def build_decode(
     return step_of(buffers, seq_lens.shape[0], out_loc, tracks)
 
 
-def _of_tokens(buffers: DecodeBuffers | PrefillBuffers, tokens: int) -> dict[str, Any]:
-    """Return the attributes of `StepMetadata` of the first tokens in `buffers`."""
-    return {name: getattr(buffers, name)[:tokens] for name in PER_TOKEN}
+def _step_in(
+    buffers: DecodeBuffers | PrefillBuffers, requests: int, tokens: int, out_loc: Tensor, **more: Any
+) -> StepMetadata:
+    """Return the metadata of the first requests and tokens in `buffers`."""
+    return StepMetadata(
+        slots=buffers.slots[:requests],
+        prefix_lens=buffers.prefix_lens[:requests],
+        query_start=buffers.query_start[: requests + 1],
+        out_loc=out_loc,
+        block_table=buffers.block_table[:requests],
+        **{name: getattr(buffers, name)[:tokens] for name in PER_TOKEN},
+        **more,
+    )
 
 
 def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = False) -> StepMetadata:
@@ -135,18 +145,8 @@ def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = Fals
         out_loc: int64 [T], pool slot of each token.
         tracks: the step takes snapshots.
     """
-    t = n * buffers.tokens_per_request
-    return StepMetadata(
-        slots=buffers.slots[:n],
-        prefix_lens=buffers.prefix_lens[:n],
-        query_start=buffers.query_start[: n + 1],
-        out_loc=out_loc,
-        track_slots=None,
-        block_table=buffers.block_table[:n],
-        **_of_tokens(buffers, t),
-        copy_src=buffers.copy_src[:n] if tracks else None,
-        copy_dst=buffers.copy_dst[:n] if tracks else None,
-    )
+    copies = {"copy_src": buffers.copy_src[:n], "copy_dst": buffers.copy_dst[:n]} if tracks else {}
+    return _step_in(buffers, n, n * buffers.tokens_per_request, out_loc, track_slots=None, **copies)
 
 
 def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
@@ -201,16 +201,9 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
         out_loc: int64 [T], pool slot of each token.
     """
     requests = buffers.requests + 1
-    return StepMetadata(
-        slots=buffers.slots,
-        prefix_lens=buffers.prefix_lens,
-        query_start=buffers.query_start,
-        out_loc=out_loc,
-        track_slots=buffers.token_track[:tokens],
-        block_table=buffers.block_table,
-        **_of_tokens(buffers, tokens),
-        window_size=prefill_window_size(tokens, requests),
-    )
+    window_size = prefill_window_size(tokens, requests)
+    track_slots = buffers.token_track[:tokens]
+    return _step_in(buffers, requests, tokens, out_loc, track_slots=track_slots, window_size=window_size)
 
 
 def _starts(chunk_lens: Tensor) -> Tensor:

@@ -4,19 +4,32 @@
 | --- | --- | --- | --- |
 | `sparse_prefill.SparsePrefillAttention` | FlashMLA's sparse bf16 kernel, on gathered entries | prefill | fp8, bf16 |
 | `flashmla.FlashMLAAttention` | FlashMLA's FP8 decode kernel, on the KV buffers in place | any | fp8 |
-| `portable.PortableAttention` | the op `attend`: Triton on CUDA, `ops.reference.read` on a CPU | any | all |
+| `PortableAttention` | the op `attend`: Triton on CUDA, `ops.reference.read` on a CPU | any | all |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch import Tensor
 
-from dsv4_sglang.attention.base import AttentionKernel
-from dsv4_sglang.attention.portable import PortableAttention
+from dsv4_sglang.attention import cuda_ops  # noqa: F401  registers `attend` for CUDA
+from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, LayerOutput
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KVFormat
+
+
+class PortableAttention(AttentionKernel):
+    """The op `attend`: any device, KV format, dtype, number of heads and step. It applies the inverse RoPE itself."""
+
+    @classmethod
+    def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> bool:
+        return True
+
+    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+        return True
+
+    def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:
+        return LayerOutput(torch.ops.dsv4_sglang.attend(q, *inputs.op_args()), rotated=False)
 
 
 def make_kernels(
@@ -42,13 +55,3 @@ def make_kernels(
         if FlashMLAAttention.supports(*model):
             kernels.append(FlashMLAAttention(scheduler_config(device, padded_heads(heads))))
     return [*kernels, PortableAttention()]
-
-
-def begin_step(kernels: Sequence[AttentionKernel], step: StepMetadata, lengths: list[int] | None) -> AttentionKernel:
-    """Return the first of `kernels` that takes the step, prepared for its layers.
-
-    Args:
-        kernels: attention kernels in order of preference.
-        step, lengths: as in `AttentionKernel.begin_step`.
-    """
-    return next(kernel for kernel in kernels if kernel.begin_step(step, lengths))

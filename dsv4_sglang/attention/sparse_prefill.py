@@ -125,10 +125,8 @@ def _sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sin
     )[0]
 
 
-def _entries_per_block(ratio: int | None) -> int:
+def _entries_per_block(ratio: int) -> int:
     """Return the number of entries of a KV buffer that belong to one block."""
-    if ratio is None:
-        raise ValueError("ratio is None; expected the layer's compression ratio: 0, 4 or 128")
     return BLOCK_TOKENS // ratio if ratio else 1
 
 
@@ -146,7 +144,7 @@ class SparsePrefillAttention(FlashMLAKernel):
         self._places: Tensor | None = None  # int32 [block_count], index of a block among the step's blocks
         self._table: Tensor | None = None
         self._blocks: Tensor | None = None
-        self._shared_lists: dict[int | None, tuple[Tensor, Tensor]] = {}
+        self._shared_lists: dict[int, tuple[Tensor, Tensor]] = {}
         self._window_size = 0
 
     def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:

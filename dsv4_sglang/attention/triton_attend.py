@@ -47,7 +47,6 @@ from dsv4_sglang.attention.triton_entries import (
 )
 from dsv4_sglang.attention.triton_softmax import (
     add_tile,
-    check_table,
     empty_sums,
     load_query,
     plan_launch,
@@ -224,9 +223,6 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     """
     fp8 = inputs.kv_format is KVFormat.FP8
     window, entries = inputs.window, inputs.entries or inputs.window
-    check_table("window", window.table, inputs.kv_format)
-    if inputs.entries:
-        check_table("entries", entries.table, inputs.kv_format)
     dot, precision = products(q.dtype, inputs.kv_format)
     listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
     launch = plan_launch(q, listed, fp8, dot == tl.float32, splits)

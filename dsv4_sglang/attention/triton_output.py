@@ -16,13 +16,6 @@ _GROUPS = tl.constexpr(ENTRY_DIM // GROUP)
 _HEADS_PER_PROGRAM = 4
 
 
-def _token_stride(out: Tensor) -> int:
-    """Return the token stride of `out`. Raise ValueError if the heads of a token are not contiguous."""
-    if out.stride()[1:] != (ENTRY_DIM, 1):
-        raise ValueError(f"out has stride {out.stride()}; expected (any, {ENTRY_DIM}, 1), contiguous heads")
-    return out.stride(0)
-
-
 @triton.jit
 def _inverse_rope_kernel(out_ptr, positions_ptr, rope_ptr, heads, token_stride, BLOCK_H: tl.constexpr):
     """Grid (tokens, groups of BLOCK_H heads), in place."""
@@ -47,7 +40,7 @@ def inverse_rope(out: Tensor, positions: Tensor, rope: Tensor) -> None:
     tokens, heads, _ = out.shape
     block = min(triton.next_power_of_2(heads), 32)
     _inverse_rope_kernel[(tokens, triton.cdiv(heads, block))](
-        out, positions, rope, heads, _token_stride(out), BLOCK_H=block, num_warps=4
+        out, positions, rope, heads, out.stride(0), BLOCK_H=block, num_warps=4
     )
 
 
@@ -91,6 +84,6 @@ def inverse_rope_and_quantise(out: Tensor, positions: Tensor, rope: Tensor) -> t
     codes = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
     scales = torch.empty(tokens, heads, ENTRY_DIM // GROUP, dtype=torch.float32, device=out.device)
     _inverse_rope_and_quantise_kernel[(tokens, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
-        out, positions, rope, codes, scales, heads, _token_stride(out), BLOCK_H=_HEADS_PER_PROGRAM, num_warps=4
+        out, positions, rope, codes, scales, heads, out.stride(0), BLOCK_H=_HEADS_PER_PROGRAM, num_warps=4
     )
     return codes, scales

@@ -26,7 +26,7 @@ from dsv4_sglang.attention.triton_entries import (
     load_pieces,
     store_pieces,
 )
-from dsv4_sglang.formats import EntryFormat, KVFormat
+from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -244,9 +244,11 @@ def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> i
 
 
 @functools.cache
-def device_limits(index: int) -> tuple[int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
     """Return the bytes of shared memory available to a thread block and the number of multiprocessors."""
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    if device.type == "cpu":  # Triton's interpreter
+        return 0, 1
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
@@ -321,7 +323,7 @@ def plan_launch(q: Tensor, listed: int, fp8: bool, exact: bool, splits: int | No
         )
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
+    shared_memory, processors = device_limits(q.device)
     tile = tiling(heads, fp8, exact, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     if splits is None:
@@ -331,27 +333,3 @@ def plan_launch(q: Tensor, listed: int, fp8: bool, exact: bool, splits: int | No
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
     return Launch(out, splits, (tokens, splits, groups), tile, partial, stats)
-
-
-def check_table(name: str, table: Tensor, stored: EntryFormat) -> None:
-    """Check that the kernels can read a KV buffer.
-
-    Args:
-        name: name of the buffer in error messages.
-        table: KV buffer [blocks, entries per block, width].
-        stored: format of its entries.
-
-    Raises:
-        ValueError: wrong dtype, width, strides or alignment.
-    """
-    width = stored.width
-    if table.dtype != stored.dtype or table.shape[-1] != width:
-        raise ValueError(
-            f"{name} is {table.dtype} of width {table.shape[-1]}; expected {stored.dtype} of {width} for "
-            f"{stored.value} entries"
-        )
-    odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
-    if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
-        raise ValueError(
-            f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1) and 16 B alignment"
-        )

@@ -24,7 +24,7 @@ from dsv4_sglang.attention.metadata import (
     recorded_step,
     step_of,
 )
-from dsv4_sglang.attention.registry import begin_step, make_kernels
+from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
@@ -147,7 +147,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def begin_layers(self, step: StepMetadata, lengths: list[int] | None) -> None:
         """Finish the metadata of a step before its layers run. `lengths`: tokens of each request after a prefill step,
         None in other steps."""
-        self.kernel = begin_step(self.kernels, step, lengths)
+        self.kernel = next(kernel for kernel in self.kernels if kernel.begin_step(step, lengths))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = self._make_buffers(max_bs, max_num_tokens // max_bs)
@@ -465,10 +465,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             if not self._recorded:
                 self.token_to_kv_pool.wait_for_layer(layer.layer_id)
             window = self._window(step.window_size)
-        self._append(k, layer.layer_id, inputs, step, window)
+        projections = Projections(k.flatten(1), inputs.kv_score, inputs.index_kv_score)
+        tables = self.tables[layer.layer_id]
+        append_layer(self.schemas[layer.layer_id], tables, inputs.weights, projections, step, window)
         if layer.layer_id == self.last_layer:
             self.store_snapshots(step)
-        return self._read(q, layer, inputs, step, self.tables[layer.layer_id].ring if window is None else window)
+        return self._read(q, layer, inputs, step, tables.ring if window is None else window)
 
     def store_snapshots(self, step: StepMetadata) -> None:
         """Take the step's snapshots. Those of a verify step are taken later, since the draft model must process the
@@ -495,10 +497,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
                 f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called"
             )
         return self.metadata
-
-    def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:
-        projections = Projections(kv.flatten(1), inputs.kv_score, inputs.index_kv_score)
-        append_layer(self.schemas[layer], self.tables[layer], inputs.weights, projections, step, window)
 
     def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> LayerOutput:
         schema, table = self.schemas[layer.layer_id], self.tables[layer.layer_id].entries

@@ -415,16 +415,15 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
     def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.on_cpu:
             return super().hc_pre(x, hc_fn, hc_scale, hc_base, *args, **kwargs)
-        pre, post, comb = torch_layers.hyper_connection_mixes(
-            x,
-            hc_fn,
-            hc_scale,
-            hc_base,
-            iterations=self.hc_sinkhorn_iters,
-            norm_eps=self.rms_norm_eps,
-            eps=self.hc_eps,
-        )
+        pre, post, comb = self.mixes_on_cpu(x, hc_fn, hc_scale, hc_base)
         return torch_layers.collapse(x, pre), post, comb, False
+
+    def mixes_on_cpu(self, x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `torch_layers.hyper_connection_mixes` with the constants of this layer."""
+        rounds = self.hc_sinkhorn_iters
+        return torch_layers.hyper_connection_mixes(
+            x, fn, scale, base, iterations=rounds, norm_eps=self.rms_norm_eps, eps=self.hc_eps
+        )
 
     def hc_post(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         if not self.on_cpu:

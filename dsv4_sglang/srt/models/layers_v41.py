@@ -120,23 +120,12 @@ class V41DecoderLayer(DecoderLayer):
         them. The weights are None before the first layer, which takes the first stream.
         """
         streams, taken = state.residual, state.pre
-        pre, post, comb = self._mixes(streams, self.attn_hc)
+        pre, post, comb = self.mixes_on_cpu(streams, self.attn_hc.fn, self.attn_hc.scale, self.attn_hc.base)
         x = streams[:, 0] if taken is None else torch_layers.collapse(streams, taken)
         out = self.self_attn(positions, self.input_layernorm(x), forward_batch)
         streams = torch_layers.hyper_connection_post(out, streams, post, comb)
 
         x = self.post_attention_layernorm(torch_layers.collapse(streams, pre))
-        pre, post, comb = self._mixes(streams, self.ffn_hc)
+        pre, post, comb = self.mixes_on_cpu(streams, self.ffn_hc.fn, self.ffn_hc.scale, self.ffn_hc.base)
         out = self._run_moe_ffn_dp_sync(x, forward_batch, input_ids=input_ids, input_ids_global=input_ids_global)
         return type(state)(torch_layers.hyper_connection_post(out, streams, post, comb), pre)
-
-    def _mixes(self, streams: Tensor, hc: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch_layers.hyper_connection_mixes(
-            streams,
-            hc.fn,
-            hc.scale,
-            hc.base,
-            iterations=self.hc_sinkhorn_iters,
-            norm_eps=self.rms_norm_eps,
-            eps=self.hc_eps,
-        )
