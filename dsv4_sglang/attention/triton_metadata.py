@@ -6,7 +6,7 @@ read lengths on the device, so nothing depends on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -16,12 +16,6 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDO
 
 if TYPE_CHECKING:
     from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
-
-
-def _pointers(kernel: Any, buffers: DecodeBuffers | PrefillBuffers) -> dict[str, Tensor]:
-    """Return the arguments of a kernel that are named after tensors of `buffers`: `slots_ptr` points to `slots`."""
-    names = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
-    return {f"{name}_ptr": getattr(buffers, name) for name in names if hasattr(buffers, name)}
 
 
 @triton.jit
@@ -113,14 +107,25 @@ def build(
     """
     tracks, listed = track_mask is not None and track_slots is not None, buffers.window_indices.shape[1]
     _decode_kernel[(seq_lens.shape[0] * buffers.tokens_per_request,)](
-        seq_lens_ptr=seq_lens,
-        track_mask_ptr=track_mask if tracks else buffers.state_slots,
-        track_slots_ptr=track_slots if tracks else buffers.state_slots,
-        **_pointers(_decode_kernel, buffers),
-        length_offset=length_offset,
-        top_k=top_k,
-        ring_rows=buffers.ring_rows,
-        table_columns=buffers.block_table.shape[1],
+        buffers.state_slots,
+        seq_lens,
+        track_mask if tracks else buffers.state_slots,
+        track_slots if tracks else buffers.state_slots,
+        buffers.block_table,
+        buffers.slots,
+        buffers.prefix_lens,
+        buffers.positions,
+        buffers.window_indices,
+        buffers.window_lens,
+        buffers.csa_lens,
+        buffers.hca_lens,
+        buffers.hca_indices,
+        buffers.copy_src,
+        buffers.copy_dst,
+        length_offset,
+        top_k,
+        buffers.ring_rows,
+        buffers.block_table.shape[1],
         TOKENS_PER_REQUEST=buffers.tokens_per_request,
         SEES_BLOCK=buffers.sees_block,
         TRACKS=tracks,
@@ -208,12 +213,27 @@ def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
         top_k: entries that a token selects in a CSA layer.
     """
     _prefill_kernel[(tokens,)](
-        **_pointers(_prefill_kernel, buffers),
-        tokens=tokens,
-        requests=buffers.requests,
-        tracks=buffers.tracks,
-        top_k=top_k,
-        table_columns=buffers.block_table.shape[1],
+        buffers.state_slots,
+        buffers.prefix_lens,
+        buffers.chunk_lens,
+        buffers.block_table,
+        buffers.track_slots,
+        buffers.track_lens,
+        buffers.slots,
+        buffers.query_start,
+        buffers.token_request,
+        buffers.token_track,
+        buffers.positions,
+        buffers.window_indices,
+        buffers.window_lens,
+        buffers.csa_lens,
+        buffers.hca_lens,
+        buffers.hca_indices,
+        tokens,
+        buffers.requests,
+        buffers.tracks,
+        top_k,
+        buffers.block_table.shape[1],
         REQUESTS=triton.next_power_of_2(buffers.requests + 1),
         TRACKS=triton.next_power_of_2(buffers.tracks),
         WINDOW=WINDOW,
