@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from layer_harness import Batch, Layer, make_attention
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
 from dsv4_sglang.model.geometry import CsaCompressorState, StateRows, state_rows
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.reference import append as reference
@@ -154,10 +154,8 @@ class Requests:
         rows = (torch.tensor(TABLES[request])[positions // 128] * 128 + positions % 128) // layer.ratio
         found = [strips(layer.entries, KVBuffer(layer.entries, KVFormat(layer.rows))).flatten(0, 1)[rows]]
         if layer.ratio == 4:
-            keys = KeyTable(layer.index_keys, KeyFormat(layer.keys))
-            views = keys.views()
-            parts = [keys.data] if views is None else [views.fp4, views.scales]
-            found += [part.view(torch.uint8).flatten(0, 1)[rows] for part in parts]
+            keys = strips(layer.index_keys, KVBuffer(layer.index_keys, KeyFormat(layer.keys)))
+            found.append(keys.flatten(0, 1)[rows])
         return found
 
 

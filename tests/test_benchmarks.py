@@ -45,7 +45,7 @@ from benchmarks import (
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS, ROOT
 from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.launch_command import flag_value
@@ -155,7 +155,7 @@ def test_random_tables_hold_finite_values() -> None:
     assert values.isfinite().all()
     assert 0.1 < values.abs().mean() < 2
     assert values.std(0).min() > 0
-    keys = KeyTable(tables.our_keys(2, torch.device("cpu")), KeyFormat.MXFP4).read(torch.arange(64))
+    keys = KVBuffer(tables.our_keys(2, torch.device("cpu")), KeyFormat.MXFP4).read(torch.arange(64))
     assert keys.isfinite().all()
     assert keys.std(0).min() > 0
     pages = tables.in_tree_keys(2, torch.device("cpu"))

@@ -6,7 +6,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from benchmarks.reference.oracle import Oracle, Score
 from benchmarks.reference.quantise import bf16_entries, mxfp4_keys
-from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys
+from dsv4_sglang.formats import KVBuffer, KVFormat, index_keys
 from dsv4_sglang.testing.quantise import fp8_entries
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
@@ -160,8 +160,8 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
     table.write(at, x)
     assert torch.equal(table.read(at), fp8_entries(x))
     keys = x[:, :128]
-    packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), KeyFormat.MXFP4)
-    differ = (index_keys.dequantise_keys(packed, scales) != mxfp4_keys(keys)).float().mean()
+    packed, scales = index_keys.quantise_mxfp4(index_keys.hadamard(keys.bfloat16().float()))
+    differ = (index_keys.dequantise_fp4(packed, scales) != mxfp4_keys(keys)).float().mean()
     assert differ < 1e-4  # The two transforms add in different orders, which can move a value across a rounding edge.
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import CacheLayout, KVFormat, LayerCacheSchema, PagedKVPool, StateStorage, build_schema
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, index_keys, kv_entries
+from dsv4_sglang.formats import KeyFormat, KVBuffer, index_keys, kv_entries
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 from dsv4_sglang.standalone import StateCachePool
 
@@ -99,10 +99,10 @@ def test_key_views(device: torch.device, key_format: str) -> None:
     assert within(pool.indexer_keys_fp4, pool.index_keys)
     assert within(pool.indexer_scales, pool.index_keys)
     data, at = values(96, 128).to(device), torch.arange(96, device=device)
-    table = KeyTable(pool.index_keys, KeyFormat(key_format))
+    table = KVBuffer(pool.index_keys, KeyFormat(key_format))
     table.write(at, data)
     packed, scales = pool.indexer_keys_fp4.reshape(-1, 64), pool.indexer_scales.reshape(-1, 8).view(torch.uint8)
-    read = index_keys.dequantise_keys(packed, scales)
+    read = index_keys.dequantise_fp4(packed, scales)
     assert torch.equal(read, table.read(at))
     assert (read - data).norm() / data.norm() < 0.13
 

@@ -196,7 +196,7 @@ def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
 def test_entry_scale_is_the_smallest_power_of_two_that_does_not_clip(amax, exponent):
     x = torch.zeros(2, 448)
     x[:, 17] = amax
-    codes, e = kv_entries.quantise_nope(x)
+    codes, e = kv_entries.quantise_e4m3(x)
     assert (e.int() - 127).tolist() == [exponent] * 2
     value = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
     assert value[0, 17].item() == pytest.approx(amax, rel=1 / 16)
@@ -204,7 +204,7 @@ def test_entry_scale_is_the_smallest_power_of_two_that_does_not_clip(amax, expon
 
 def test_one_scale_equals_seven_up_to_subnormals():
     x = torch.randn(200, 448).bfloat16().float()
-    codes, e = kv_entries.quantise_nope(x)
+    codes, e = kv_entries.quantise_e4m3(x)
     one = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
     tiles = x.unflatten(-1, (7, 64))
     s = kv_entries.exp2_of_biased(kv_entries.ceil_pow2_exponent(tiles.abs().amax(-1).clamp_min(1e-4) * (1 / 448)))[
@@ -227,14 +227,14 @@ def test_e2m1_rounds_to_nearest_even_and_saturates():
 
 def test_mxfp4_lies_losslessly_in_the_nvfp4_container():
     y = index_keys.hadamard(torch.randn(64, 128)).bfloat16().float()
-    got = index_keys.dequantise_keys(*index_keys.quantise_keys(y, KeyFormat.MXFP4))
+    got = index_keys.dequantise_fp4(*index_keys.quantise_mxfp4(y))
     blocks = y.unflatten(-1, (4, 32))
     s = 2.0 ** torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 6))
     a = (blocks / s).abs().clamp_max(6)
     grid = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2))
     assert torch.equal(got, (grid.copysign(blocks) * s).flatten(-2))
     assert 0.1 < relative(got, y) < 0.13  # SPEC 7.2: .115
-    native = index_keys.dequantise_keys(*index_keys.quantise_keys(y, KeyFormat.NVFP4))
+    native = index_keys.dequantise_fp4(*index_keys.quantise_nvfp4(y))
     assert 0.08 < relative(native, y) < 0.11  # SPEC 7.2: .095
 
 
@@ -290,10 +290,10 @@ def fake_quantised_rotary(original):
     def rotary(x, cos, sin, unsqueeze_dim=1):
         y = original(x, cos, sin, unsqueeze_dim)
         if y.shape[-1] == 128:
-            return index_keys.dequantise_keys(*index_keys.quantise_keys(index_keys.hadamard(y), KeyFormat.MXFP4))
+            return index_keys.dequantise_fp4(*index_keys.quantise_mxfp4(index_keys.hadamard(y)))
         if y.shape[1] != 1:  # Queries and outputs.
             return y
-        codes, e = kv_entries.quantise_nope(y[..., :448].flatten(0, -2))
+        codes, e = kv_entries.quantise_e4m3(y[..., :448].flatten(0, -2))
         nope = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
         return torch.cat([nope.view(*y.shape[:-1], 448), y[..., 448:].bfloat16().float()], -1)
 

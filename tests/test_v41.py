@@ -16,8 +16,8 @@ from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis,
 
 import dsv4_sglang.ops  # noqa: F401
 from dsv4_sglang.cache.v41 import v41_layout
-from dsv4_sglang.formats import KeyFormat, KeyTable, make_kv_buffers
-from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table, quantise_fp4, quantise_fp8
+from dsv4_sglang.formats import KeyFormat, KVBuffer, make_kv_buffers
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import (
@@ -184,7 +184,7 @@ def rows_of_all_sizes() -> torch.Tensor:
 
 def test_window_rows_are_those_of_training():
     rows = rows_of_all_sizes()
-    table = V41Table(make_kv_buffers(1, 2, 12, V41KVFormat.FP8, torch.device("cpu"))[0], V41KVFormat.FP8)
+    table = KVBuffer(make_kv_buffers(1, 2, 12, V41KVFormat.FP8, torch.device("cpu"))[0], V41KVFormat.FP8)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     table.write(order, rows.float())
     assert torch.equal(table.read(order), act_quant(rows.double()).float())
@@ -192,7 +192,7 @@ def test_window_rows_are_those_of_training():
 
 def test_entries_are_those_of_training():
     rows = rows_of_all_sizes()
-    table = V41Table(make_kv_buffers(1, 3, 8, V41KVFormat.FP4, torch.device("cpu"))[0], V41KVFormat.FP4)
+    table = KVBuffer(make_kv_buffers(1, 3, 8, V41KVFormat.FP4, torch.device("cpu"))[0], V41KVFormat.FP4)
     table.write(torch.arange(24), rows.float())
     assert torch.equal(table.read(torch.arange(24)), fp4_act_quant(rows.double(), 16, True).float())
 
@@ -200,10 +200,10 @@ def test_entries_are_those_of_training():
 def test_layout_of_a_block():
     """All rows' data comes first, then their scales, as FlashMLA's V4.1 kernels read them."""
     x = rows_of_all_sizes()[6:8].float()
-    for kv_format, quantise in ((V41KVFormat.FP8, quantise_fp8), (V41KVFormat.FP4, quantise_fp4)):
+    for kv_format in V41KVFormat:
         table = make_kv_buffers(1, 2, 2, kv_format, torch.device("cpu"))[0]
-        V41Table(table, kv_format).write(torch.tensor([2, 3]), x)
-        data, scales = quantise(x)
+        KVBuffer(table, kv_format).write(torch.tensor([2, 3]), x)
+        data, scales = kv_format.quantise(x)
         assert torch.equal(table[1].flatten(), torch.cat([data.flatten(), scales.flatten()]))
         assert not table[0].any()
 
@@ -228,7 +228,7 @@ def test_formats_equal_those_of_sglang():
     ):
         assert (layout.data_bytes, layout.scale_bytes) == (kv_format.data_bytes, kv_format.scale_bytes)
         table = make_kv_buffers(1, 1, len(rows), kv_format, torch.device("cpu"))[0]
-        V41Table(table, kv_format).write(torch.arange(len(rows)), rows.float())
+        KVBuffer(table, kv_format).write(torch.arange(len(rows)), rows.float())
         assert len(rows) > 10
         assert torch.equal(table.flatten(), quantise(rows[None])[0, : table.numel()])
 
@@ -346,14 +346,14 @@ class Run:
         for b, (slot, length) in enumerate(zip(self.slots, self.lengths)):
             rows, _, entries, keys = expected(self.ratio, b)
             at = torch.arange(max(0, length - 128), length)
-            same(V41Table(self.ring, V41KVFormat.FP8).read(slot * self.ring_rows + at % self.ring_rows), rows[at])
+            same(KVBuffer(self.ring, V41KVFormat.FP8).read(slot * self.ring_rows + at % self.ring_rows), rows[at])
             if not self.ratio:
                 continue
             n, per_block = length // self.ratio, 128 // self.ratio
             i = torch.arange(n)
             where = torch.tensor(self.tables[slot])[i // per_block] * per_block + i % per_block
-            same(V41Table(self.entries, V41KVFormat.FP4).read(where), entries[:n])
-            same(KeyTable(self.keys, KeyFormat.MXFP4).read(where), keys[:n])
+            same(KVBuffer(self.entries, V41KVFormat.FP4).read(where), entries[:n])
+            same(KVBuffer(self.keys, KeyFormat.MXFP4).read(where), keys[:n])
 
 
 PLANS = {

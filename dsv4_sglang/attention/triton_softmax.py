@@ -26,7 +26,7 @@ from dsv4_sglang.attention.triton_entries import (
     load_pieces,
     store_pieces,
 )
-from dsv4_sglang.formats import EntryFormat, KVFormat
+from dsv4_sglang.formats import KVFormat, StorageFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -333,7 +333,7 @@ def plan_launch(q: Tensor, listed: int, fp8: bool, exact: bool, splits: int | No
     return Launch(out, splits, (tokens, splits, groups), tile, partial, stats)
 
 
-def check_table(name: str, table: Tensor, stored: EntryFormat) -> None:
+def check_table(name: str, table: Tensor, stored: StorageFormat) -> None:
     """Check that the kernels can read a KV buffer.
 
     Args:

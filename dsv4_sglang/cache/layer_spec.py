@@ -6,7 +6,7 @@ import enum
 import math
 from abc import ABC, abstractmethod
 
-from dsv4_sglang.formats import EntryFormat, KeyFormat
+from dsv4_sglang.formats import KeyFormat, StorageFormat
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 
 _FP32_BYTES = 4
@@ -42,12 +42,12 @@ class LayerKVSpec(ABC):
 
     @property
     @abstractmethod
-    def ring_format(self) -> EntryFormat:
+    def ring_format(self) -> StorageFormat:
         """The format of window entries."""
 
     @property
     @abstractmethod
-    def entry_format(self) -> EntryFormat:
+    def entry_format(self) -> StorageFormat:
         """The format of compressed entries."""
 
     @property
@@ -94,7 +94,7 @@ class LayerKVSpec(ABC):
 
     @property
     def indexer_entry_bytes(self) -> int:
-        return self.key_format.key_bytes if self.has_indexer else 0
+        return self.key_format.row_bytes if self.has_indexer else 0
 
     @property
     def block_bytes(self) -> int:

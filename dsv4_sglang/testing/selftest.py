@@ -15,7 +15,7 @@ from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_d
 from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import KeyFormat, KVFormat, make_key_table, make_kv_buffers
+from dsv4_sglang.formats import KeyFormat, KVFormat, make_kv_buffers
 from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.ops.rope import rope_table, rotate
 from dsv4_sglang.testing.formula import EPS, FormulaInputs, frequencies, layer_output
@@ -97,7 +97,7 @@ class _Layer:
         self.compressor_state = self.entries = self.keys = None
         if x.ratio == 4:
             self.compressor_state, self.entries = self._state(24, 640), self._rows(BLOCKS, 32)
-            self.keys = make_key_table(BLOCKS, 32, formats.keys, device).fill_(formats.unwritten)
+            self.keys = make_kv_buffers(1, BLOCKS, 32, formats.keys, device)[0].fill_(formats.unwritten)
         elif x.ratio == 128:
             self.compressor_state, self.entries = self._state(3, 512), self._rows(1, BLOCKS)
 

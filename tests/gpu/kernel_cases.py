@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
 from dsv4_sglang.model.geometry import StateRows, state_rows
 from dsv4_sglang.ops import extension
 
@@ -350,8 +350,7 @@ def compare_keys(d: Differences, got: Tensor, expected: Tensor) -> None:
     if got.dtype == torch.float32:
         d.close("index_keys", got, expected, 1e-4)
         return
-    parts = (KeyTable(t, KeyFormat.NVFP4).views() for t in (got, expected))
-    (data, scales), (want, want_scales) = ((v.fp4, v.scales.view(torch.uint8)) for v in parts)
+    (data, scales), (want, want_scales) = (KVBuffer(t, KeyFormat.NVFP4).strips() for t in (got, expected))
     d.codes("index_keys: scales", scales, want_scales, 8)  # one power of two is 8 codes of e4m3
     same = (scales == want_scales).repeat_interleave(8, -1)
     for nibble, shift in (("low", 0), ("high", 4)):
