@@ -161,8 +161,8 @@ def build_schema(
     return LayerCacheSchema(
         attn=layer_spec.attn,
         entry_head_dim=config.head_dim,
-        rope_dim=config.rope_dim,
-        swa_window_size=config.window,
+        rope_dim=config.qk_rope_head_dim,
+        swa_window_size=config.sliding_window,
         indexer_head_dim=config.index_head_dim if has_indexer else 0,
         kv_format=_option(KVFormat, "kv_format", kv_format),
         key_format=_option(KeyFormat, "key_format", key_format),
