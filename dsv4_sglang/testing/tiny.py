@@ -66,7 +66,11 @@ MARKOV_GAIN = 0.5
 
 @dataclass(frozen=True)
 class TinySizes:
-    """Options that V4 and V4.1 share. `heads` are query heads. Raises ValueError for a value that no loader accepts."""
+    """Options that V4 and V4.1 share. `heads` are query heads, a multiple of `O_GROUPS`.
+
+    Raises:
+        ValueError: no loader accepts a value.
+    """
 
     seed: int = 0
     hidden: int = 256
@@ -78,8 +82,6 @@ class TinySizes:
     def __post_init__(self) -> None:
         if self.hidden < 128 or self.hidden % 128:
             raise ValueError(f"hidden {self.hidden}: must be a multiple of 128")
-        if self.heads < O_GROUPS or self.heads % O_GROUPS:
-            raise ValueError(f"heads {self.heads}: must be a multiple of {O_GROUPS}, the output projection's groups")
         if self.index_topk < 1:
             raise ValueError(f"index_topk {self.index_topk}: must be positive")
 
