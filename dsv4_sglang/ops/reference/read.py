@@ -119,7 +119,8 @@ def select(
                 allowed &= _in_blocks(candidates.blocks[part], candidates.size, len(entry))
             score = torch.zeros(allowed.shape)
             if chooses:
-                keys = table.read(table_row) if keys is None else keys
+                # A skipped token may see entries of blocks that its request does not have. Their rows are negative.
+                keys = table.read(table_row.clamp_min(0)) if keys is None else keys
                 score = ((query(part) @ keys.T).relu() * weights[part].float().unsqueeze(-1)).sum(1)
             score = score.masked_fill(~allowed, float("-inf"))
             if candidates is not None and candidates.choose:
