@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KVFormat, make_key_table, make_kv_buffers
+from dsv4_sglang.formats import KeyFormat, KVFormat, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
@@ -123,7 +123,7 @@ class Ours:
         if ratio == CSA_RATIO:
             layer.compressor_state = torch.randn(self.batch + 1, 24, 640, device=self.device)
             layer.entries = make_kv_buffers(1, blocks, BLOCK // CSA_RATIO, KVFormat.FP8, self.device)[0]
-            layer.keys = make_key_table(blocks, BLOCK // CSA_RATIO, KeyFormat.MXFP4, self.device)
+            layer.keys = make_kv_buffers(1, blocks, BLOCK // CSA_RATIO, KeyFormat.MXFP4, self.device)[0]
         elif ratio == HCA_RATIO:
             layer.compressor_state = torch.rand(self.batch + 1, 3, 512, device=self.device) + 0.5
             layer.entries = make_kv_buffers(1, 1, blocks, KVFormat.FP8, self.device)[0]

@@ -160,12 +160,13 @@ def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
 
 def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
     """Return the three stages of our CUDA op, each by the function that implements it. Arguments as for `ours`."""
-    from dsv4_sglang.ops import cuda_index as kernels
+    from dsv4_sglang.ops.cuda_index import prepare_query
 
+    op, key_format = torch.ops.dsv4_sglang, KeyFormat.MXFP4
     t = Ours(load, top_k, device, layers)
 
     def query(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.prepare_query(t.q[layer], t.weights[layer], t.positions, t.rope, KeyFormat.MXFP4)
+        return prepare_query(t.q[layer], t.weights[layer], t.positions, t.rope, key_format)
 
     made = [query(layer) for layer in range(layers)]
 
@@ -173,11 +174,11 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
         q, weights = made[layer]
         for part in t.slices:
             where = t.block_table, t.owner[part], t.positions[part]
-            kernels.score(q[part], weights[part], t.key_tables[layer], *where, KeyFormat.MXFP4, top_k, t.scores)
+            op.index_score(q[part], weights[part], t.key_tables[layer], *where, key_format.code, top_k, t.scores)
 
     def select() -> None:
         for part in t.slices:
-            kernels.select(t.scores, t.block_table, t.owner[part], t.positions[part], t.rows[part])
+            op.index_select(t.scores, t.block_table, t.owner[part], t.positions[part], t.rows[part])
 
     return {
         "query": lambda: [query(layer) for layer in range(layers)],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.attention.metadata import StepMetadata, build_prefill
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat, index_keys, kv_entries
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.ops.rope import rope_table
@@ -272,7 +272,7 @@ class IndexCase(IndexInputs):
             own = query[t]
         entry = torch.arange(int(self.visible[t]))
         table = self.block_table[int(self.token_request[t])].long()
-        stored = KeyTable(self.index_keys, self.key_format)
+        stored = KVBuffer(self.index_keys, self.key_format)
         keys = stored.read(table[entry // 32] * 32 + entry % 32).double()
         return ((own.double() @ keys.T).relu() * self.weights[t].double().unsqueeze(-1)).sum(0)
 
@@ -307,7 +307,7 @@ def index_inputs(
         entry = torch.arange(end // ratio)
         y = torch.randn(max(len(entry), repeat_keys), 128, generator=g)
         row = blocks.long()[entry // per_block] * per_block + entry % per_block
-        KeyTable(keys, key_format).write(row, key_of(y[entry % repeat_keys if repeat_keys else entry]))
+        KVBuffer(keys, key_format).write(row, key_of(y[entry % repeat_keys if repeat_keys else entry]))
     tokens = sum(end - begin for begin, end in lens)
     return {
         "q": torch.randn(tokens, heads, 128, generator=g),

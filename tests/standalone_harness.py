@@ -130,7 +130,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], mo
         lens,
         swa.positions,
         layer.weights.rope,
-        CONFIG.softmax_scale,
+        CONFIG.head_dim**-0.5,
         swa.kv_format,
     )
 

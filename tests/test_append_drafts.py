@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4_sglang.cache.append import Projections
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import KeyTable, KVBuffer
+from dsv4_sglang.formats import KVBuffer
 from dsv4_sglang.model.geometry import CsaCompressorState, StateRows, state_rows
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.reference import append as reference
@@ -155,10 +155,8 @@ class Requests:
         rows = (torch.tensor(TABLES[request])[positions // 128] * 128 + positions % 128) // layer.ratio
         found = [strips(layer.entries, KVBuffer(layer.entries, layer.kv_format)).flatten(0, 1)[rows]]
         if layer.ratio == 4:
-            keys = KeyTable(layer.index_keys, layer.key_format)
-            views = keys.views()
-            parts = [keys.data] if views is None else [views.fp4, views.scales]
-            found += [part.view(torch.uint8).flatten(0, 1)[rows] for part in parts]
+            keys = strips(layer.index_keys, KVBuffer(layer.index_keys, layer.key_format))
+            found.append(keys.flatten(0, 1)[rows])
         return found
 
 

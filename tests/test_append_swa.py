@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import dsv4_sglang.ops  # noqa: F401
 from dsv4_sglang.formats import KVBuffer, KVFormat
+from dsv4_sglang.formats.kv_entries import fp8_views
 
 SLOTS = 4
 
@@ -16,11 +17,11 @@ SLOTS = 4
 def make_ring() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return a ring buffer and its split views, as `StateCachePool` exposes them."""
     table = torch.zeros(SLOTS, 128 * 584, dtype=torch.uint8).as_strided((SLOTS, 128, 584), (128 * 584, 584, 1))
-    views = KVBuffer(table, KVFormat.FP8).views()
+    fp8, rope, inv_scale = fp8_views(table)
     return table, {
-        "swa_fp8": views.fp8,
-        "swa_rope": views.rope,
-        "swa_inv": views.inv_scale,
+        "swa_fp8": fp8,
+        "swa_rope": rope,
+        "swa_inv": inv_scale,
         "swa_pos": torch.full((SLOTS, 128), -1, dtype=torch.int32),
         "swa_head": torch.zeros(SLOTS, dtype=torch.int32),
     }

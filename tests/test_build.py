@@ -51,25 +51,18 @@ def test_takes_only_the_stable_abi_from_torch(library):
     assert missing == {"aoti_torch_get_current_cuda_stream"}
 
 
-def test_prebuilt_library_is_found_by_architecture_and_sources(tmp_path):
-    sources = extension.source_hash()
-    for name in (f"dsv4_sglang-{sources}-0-sm80_sm90a.so", "dsv4_sglang-0000-0-sm89.so"):
-        (tmp_path / name).touch()
-    assert extension.find_prebuilt("90a", tmp_path).name == f"dsv4_sglang-{sources}-0-sm80_sm90a.so"
-    assert extension.find_prebuilt("90", tmp_path) is None
-    assert extension.find_prebuilt("89", tmp_path) is None, "made from other sources"
-    assert extension.find_prebuilt("80", tmp_path / "nowhere") is None
-
-
-def test_source_hash_follows_the_sources(tmp_path, monkeypatch):
+def test_a_library_is_found_by_architecture_and_sources(tmp_path, monkeypatch):
     (tmp_path / "csrc").mkdir()
     source = tmp_path / "csrc" / "register.cpp"
     source.write_text("int x;")
     monkeypatch.setattr(extension, "PACKAGE", tmp_path)
-    before = extension.source_hash()
-    assert extension.source_hash() == before
+    library = tmp_path / f"dsv4_sglang-{extension.source_hash()}-sm80_sm90a.so"
+    library.touch()
+    assert extension.find_library("90a", tmp_path) == library
+    assert extension.find_library("90", tmp_path) is None
+    assert extension.find_library("90a", tmp_path / "nowhere") is None
     source.write_text("int y;")
-    assert extension.source_hash() != before
+    assert extension.find_library("90a", tmp_path) is None, "made from other sources"
 
 
 def test_missing_compiler_says_what_to_install(tmp_path, monkeypatch):
@@ -81,12 +74,6 @@ def test_missing_compiler_says_what_to_install(tmp_path, monkeypatch):
         extension.find_nvcc()
 
 
-def test_missing_library_is_named(monkeypatch):
-    monkeypatch.setenv("DSV4_SGLANG_EXTENSION", "/nowhere/x.so")
-    with pytest.raises(RuntimeError, match=r"DSV4_SGLANG_EXTENSION is /nowhere/x\.so"):
-        extension.load.__wrapped__()
-
-
 # Ownership and permissions of loaded files
 
 
@@ -95,7 +82,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder with a library for the present sources, on a machine without a compiler."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
-    (folder / f"dsv4_sglang-{extension.source_hash()}-0-sm90a.so").touch(mode=0o644)
+    (folder / f"dsv4_sglang-{extension.source_hash()}-sm90a.so").touch(mode=0o644)
     monkeypatch.delenv("DSV4_SGLANG_EXTENSION", raising=False)
     monkeypatch.setenv("DSV4_SGLANG_CACHE", str(folder))
     monkeypatch.setattr(extension, "PREBUILT", tmp_path / "nowhere")
@@ -139,7 +126,10 @@ def test_what_others_can_write_or_own_is_not_loaded(cache: Path, part: str, monk
         extension.load.__wrapped__()
 
 
-def test_a_named_library_that_everybody_can_write_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_library_exists_and_not_everybody_can_write_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_SGLANG_EXTENSION", "/nowhere/x.so")
+    with pytest.raises(RuntimeError, match=r"DSV4_SGLANG_EXTENSION is /nowhere/x\.so"):
+        extension.load.__wrapped__()
     named = library_of(cache)
     monkeypatch.setenv("DSV4_SGLANG_EXTENSION", str(named))
     named.chmod(0o775)
@@ -159,13 +149,11 @@ def test_a_named_library_that_everybody_can_write_is_not_loaded(cache: Path, mon
 def quick_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the compiler by a function that writes an empty library with write permission for all users."""
 
-    def compile_(nvcc: Path, archs: object, output: Path) -> None:
+    def compile_(archs: object, output: Path) -> None:
         assert output.parent.stat().st_mode & 0o077 == 0, "others can put files beside an unfinished library"
         output.touch()
         output.chmod(0o777)
 
-    monkeypatch.setattr(extension, "find_nvcc", lambda: Path("nvcc"))
-    monkeypatch.setattr(extension, "compiler_hash", lambda nvcc: "0")
     monkeypatch.setattr(extension, "_compile", compile_)
 
 

@@ -36,14 +36,6 @@ EACH(host_channel_at, channel_at(int(x[i])))
 EACH(host_word_in_image, word_in_image(int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
 EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
 EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
-#define CONSTANTS(each) \\
-  each(kEntryDim) each(kRopeDim) each(kNopeDim) each(kRowBytes) each(kScaleBytes) each(kIndexDim) each(kKeyBytes) \\
-  each(kKeyScales) each(kFp8) each(kBf16) each(kFp32) each(kMxfp4) each(kNvfp4) each(kKeyFp32) each(kCsaRatio) \\
-  each(kHcaRatio) each(kWindow) each(kBlockTokens) each(kCsaCurrentRows) each(kCsaPreviousRows) \\
-  each(kHcaOnlineRows) each(kHcaRawRows) each(kV41RowBytes) each(kV41RowScales) each(kV41EntryBytes) \\
-  each(kV41EntryScales)
-#define EXPORT(name) extern "C" const int constant_##name = name;
-CONSTANTS(EXPORT)
 extern "C" int host_csa_compressor_states() { return sizeof(kCsaCompressorStates) / sizeof(kCsaCompressorStates[0]); }
 extern "C" void host_csa_compressor_state(int i, int* y) {
   const CsaCompressorState& compressor_state = kCsaCompressorStates[i];
@@ -86,6 +78,13 @@ extern "C" void host_order(const float* x, int64_t* y, long n) {
 """
 
 
+def constant_names() -> set[str]:
+    """Return the names of the constants of entries.h and geometry.h."""
+    headers = "".join((extension.source_dir() / name).read_text() for name in ("entries.h", "geometry.h"))
+    enums = re.findall(r"enum \w+ : int \{([^}]*)\}", headers)
+    return {*re.findall(r"constexpr int (k\w+)\b(?!\()", headers), *re.findall(r"k\w+", " ".join(enums))}
+
+
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     """Return `host(name, x)`, which maps fp32 `x` to fp32 through a CPU build of numeric.h."""
@@ -94,7 +93,8 @@ def host(tmp_path_factory):
     except RuntimeError:
         pytest.skip("needs nvcc, which knows where CUDA's headers are")
     folder = tmp_path_factory.mktemp("numeric")
-    (folder / "wrapper.cpp").write_text(WRAPPER)
+    constants = "".join(f'extern "C" const int constant_{name} = {name};\n' for name in constant_names())
+    (folder / "wrapper.cpp").write_text(WRAPPER + constants)
     flags = ["-O1", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-ffp-contract=off", f"-I{extension.source_dir()}"]
     subprocess.run([nvcc, *flags, "wrapper.cpp", "-o", "wrapper.so"], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "wrapper.so"))
@@ -111,40 +111,26 @@ def host(tmp_path_factory):
 
 def test_constants_equal_their_python_twins(host):
     """Covers all constants of entries.h and geometry.h: a new constant without a Python twin fails."""
+    rows, v41_row, v41_entry = geometry.state_rows(0), V41KVFormat.FP8, V41KVFormat.FP4
     twins = {
-        "kEntryDim": kv_entries.ENTRY_DIM,
-        "kRopeDim": kv_entries.ROPE_DIM,
-        "kNopeDim": kv_entries.NOPE_DIM,
-        "kRowBytes": kv_entries.ROW_BYTES,
-        "kScaleBytes": kv_entries.SCALE_BYTES,
-        "kIndexDim": index_keys.INDEX_DIM,
-        "kKeyBytes": index_keys.KEY_BYTES,
-        "kKeyScales": index_keys.KEY_SCALES,
         "kFp8": KVFormat.FP8.code,
         "kBf16": KVFormat.BF16.code,
         "kFp32": KVFormat.FP32.code,
         "kMxfp4": KeyFormat.MXFP4.code,
         "kNvfp4": KeyFormat.NVFP4.code,
         "kKeyFp32": KeyFormat.FP32.code,
-        "kCsaRatio": geometry.CSA_RATIO,
-        "kHcaRatio": geometry.HCA_RATIO,
-        "kWindow": geometry.WINDOW,
-        "kBlockTokens": geometry.BLOCK_TOKENS,
-        "kCsaCurrentRows": geometry.state_rows(0).csa.current,
-        "kCsaPreviousRows": geometry.state_rows(0).csa.previous,
-        "kHcaOnlineRows": geometry.HCA_ONLINE_ROWS,
-        "kHcaRawRows": geometry.HCA_RAW_ROWS,
-        "kV41RowBytes": V41KVFormat.FP8.data_bytes,
-        "kV41RowScales": V41KVFormat.FP8.scale_bytes,
-        "kV41EntryBytes": V41KVFormat.FP4.data_bytes,
-        "kV41EntryScales": V41KVFormat.FP4.scale_bytes,
+        "kCsaCurrentRows": rows.csa.current,
+        "kCsaPreviousRows": rows.csa.previous,
+        "kV41RowBytes": v41_row.data_bytes,
+        "kV41RowScales": v41_row.scale_bytes,
+        "kV41EntryBytes": v41_entry.data_bytes,
+        "kV41EntryScales": v41_entry.scale_bytes,
     }
-    compiled = {name: ctypes.c_int.in_dll(host.library, f"constant_{name}").value for name in twins}
+    for module in (kv_entries, index_keys, geometry):  # kEntryDim is ENTRY_DIM
+        names = {"k" + name.title().replace("_", ""): name for name in vars(module) if name.isupper()}
+        twins |= {name: getattr(module, names[name]) for name in constant_names() & names.keys()}
+    compiled = {name: ctypes.c_int.in_dll(host.library, f"constant_{name}").value for name in constant_names()}
     assert compiled == twins
-    headers = "".join((extension.source_dir() / name).read_text() for name in ("entries.h", "geometry.h"))
-    named = set(re.findall(r"constexpr int (k\w+)\b(?!\()", headers))
-    named.update(name for names in re.findall(r"enum \w+ : int \{([^}]*)\}", headers) for name in names.split(", "))
-    assert {name.strip() for name in named} == set(twins)
     for kv_format in KVFormat:
         assert host.library.host_row_width(kv_format.code) == kv_format.width
     for key_format in KeyFormat:
@@ -199,6 +185,8 @@ def test_e2m1(host):
     codes = host("host_e2m1", x)
     assert torch.equal(codes, index_keys.e2m1_codes(x).float())
     assert torch.equal(host("host_round_e2m1", x), host("host_e2m1_value", codes))
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    assert torch.equal(host("host_e2m1_value", torch.arange(16)), torch.cat([values, -values]))
 
 
 def test_exponent_of_a_row(host):
@@ -214,16 +202,11 @@ def test_scales_of_keys(host):
     keys = torch.zeros(len(x), 128)
     keys[:, 5] = x
     for scale_format, name in ((KeyFormat.MXFP4, "host_mxfp4_exponent"), (KeyFormat.NVFP4, "host_nvfp4_scale")):
-        _, scales = index_keys.quantise_keys(keys, scale_format)
+        _, scales = scale_format.quantise(keys)
         got = host(name, x)
         if scale_format is KeyFormat.MXFP4:
             got = host("host_e4m3", kv_entries.exp2_of_biased(got.int()))
         assert torch.equal(got, scales[:, 0].float())
-
-
-def test_values_of_codes(host):
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    assert torch.equal(host("host_e2m1_value", torch.arange(16)), torch.cat([values, -values]))
 
 
 def test_keys_are_decoded_exactly(host):

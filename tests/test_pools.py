@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, PagedKVPool, build_schema
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat, index_keys, kv_entries
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 from dsv4_sglang.standalone import SlotStorage, StateCachePool
 
@@ -89,10 +89,10 @@ def test_key_views(device: torch.device) -> None:
     assert (pool.indexer_keys_fp4.shape, pool.indexer_keys_fp4.dtype) == ((3, 32, 64), torch.uint8)
     assert (pool.indexer_scales.shape, pool.indexer_scales.dtype) == ((3, 32, 8), torch.float8_e4m3fn)
     data, at = values(96, 128).to(device), torch.arange(96, device=device)
-    table = KeyTable(pool.index_keys, KeyFormat.MXFP4)
+    table = KVBuffer(pool.index_keys, KeyFormat.MXFP4)
     table.write(at, data)
     packed, scales = pool.indexer_keys_fp4.reshape(-1, 64), pool.indexer_scales.reshape(-1, 8).view(torch.uint8)
-    read = index_keys.dequantise_keys(packed, scales)
+    read = index_keys.dequantise_fp4(packed, scales)
     assert torch.equal(read, table.read(at))
     assert (read - data).norm() / data.norm() < 0.13
 

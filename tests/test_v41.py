@@ -16,8 +16,8 @@ from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis,
 
 import dsv4_sglang.ops  # noqa: F401
 from dsv4_sglang.cache.v41 import v41_layout
-from dsv4_sglang.formats import make_kv_buffers
-from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table, quantise_fp4, quantise_fp8
+from dsv4_sglang.formats import KVBuffer, make_kv_buffers
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.v41 import (
     Csa2Role,
@@ -184,7 +184,7 @@ def rows_of_all_sizes() -> torch.Tensor:
 def test_rows_are_those_of_training(kv_format, trained):
     """The window has FP8 rows, the compressed entries FP4 rows."""
     rows = rows_of_all_sizes()
-    table = V41Table(make_kv_buffers(1, 2, 12, kv_format, torch.device("cpu"))[0], kv_format)
+    table = KVBuffer(make_kv_buffers(1, 2, 12, kv_format, torch.device("cpu"))[0], kv_format)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     table.write(order, rows.float())
     assert torch.equal(table.read(order), trained(rows.double()).float())
@@ -193,10 +193,10 @@ def test_rows_are_those_of_training(kv_format, trained):
 def test_layout_of_a_block():
     """All rows' data comes first, then their scales, as FlashMLA's V4.1 kernels read them."""
     x = rows_of_all_sizes()[6:8].float()
-    for kv_format, quantise in ((V41KVFormat.FP8, quantise_fp8), (V41KVFormat.FP4, quantise_fp4)):
+    for kv_format in V41KVFormat:
         table = make_kv_buffers(1, 2, 2, kv_format, torch.device("cpu"))[0]
-        V41Table(table, kv_format).write(torch.tensor([2, 3]), x)
-        data, scales = quantise(x)
+        KVBuffer(table, kv_format).write(torch.tensor([2, 3]), x)
+        data, scales = kv_format.quantise(x)
         assert torch.equal(table[1].flatten(), torch.cat([data.flatten(), scales.flatten()]))
         assert not table[0].any()
 
@@ -221,7 +221,7 @@ def test_formats_equal_those_of_sglang():
     ):
         assert (layout.data_bytes, layout.scale_bytes) == (kv_format.data_bytes, kv_format.scale_bytes)
         table = make_kv_buffers(1, 1, len(rows), kv_format, torch.device("cpu"))[0]
-        V41Table(table, kv_format).write(torch.arange(len(rows)), rows.float())
+        KVBuffer(table, kv_format).write(torch.arange(len(rows)), rows.float())
         assert len(rows) > 10
         assert torch.equal(table.flatten(), quantise(rows[None])[0, : table.numel()])
 

@@ -8,8 +8,8 @@ import torch
 from attention_cases import GARBAGE, AttendCase, IndexInputs, attend_case, index_inputs
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVFormat
-from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.ops.reference import read_v41
 
 
@@ -33,7 +33,7 @@ def v41_table(blocks: int, per_block: int, stored: V41KVFormat, used: Tensor, g:
         values[:, 480:] *= 8
         values *= 10.0 ** (torch.arange(len(used)) % 4 - 2)[:, None]
         values[0, :32] = 0
-        V41Table(table, stored).write(used, values)
+        KVBuffer(table, stored).write(used, values)
     return table
 
 
@@ -73,7 +73,7 @@ class V41IndexCase(IndexInputs):
         return (self.block_table[request].long()[:, None] * per_block + torch.arange(per_block)).flatten()
 
     def keys(self, request: int) -> Tensor:
-        return KeyTable(self.index_keys, KeyFormat.MXFP4).read(self.rows_of(request))[
+        return KVBuffer(self.index_keys, KeyFormat.MXFP4).read(self.rows_of(request))[
             : int(self.visible[self.token_request == request].max())
         ]
 

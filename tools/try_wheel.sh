@@ -30,7 +30,7 @@ from dsv4_sglang.ops import extension
 
 for library in extension.PREBUILT.glob("*.so"):
     for arch in library.stem.rsplit("-", 1)[1].split("_"):
-        assert extension.find_prebuilt(arch.removeprefix("sm")) == library, f"{library.name} is not found for {arch}"
+        assert extension.find_library(arch.removeprefix("sm"), extension.PREBUILT) == library, f"{library.name} is not found for {arch}"
         print(f"try_wheel: kernels for {arch} are found")
 PYTHON
 if try python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"; then

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 
-from dsv4_sglang.formats import EntryFormat, KeyFormat
+from dsv4_sglang.formats import KeyFormat, StorageFormat
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 
 
@@ -39,12 +39,12 @@ class LayerKVSpec(ABC):
 
     @property
     @abstractmethod
-    def ring_format(self) -> EntryFormat:
+    def ring_format(self) -> StorageFormat:
         """The format of window entries."""
 
     @property
     @abstractmethod
-    def entry_format(self) -> EntryFormat:
+    def entry_format(self) -> StorageFormat:
         """The format of compressed entries."""
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.cache.schema import LayerCacheSchema, SchemaOptions, build_schema
-from dsv4_sglang.formats import EntryFormat
+from dsv4_sglang.formats import StorageFormat
 from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
@@ -95,7 +95,7 @@ class CacheLayout(Generic[Spec]):
         return [layer for layer, schema in enumerate(self.schemas) if schema.kind is kind]
 
     @property
-    def ring_format(self) -> EntryFormat:
+    def ring_format(self) -> StorageFormat:
         """The format of window entries, in every layer."""
         return self.schemas[0].ring_format
 
@@ -148,7 +148,7 @@ class CacheLayout(Generic[Spec]):
             rows = len(self.kept.kept_units) * CSA_RATIO
             yield pool_part("snapshot compressor states", (layers, snapshots, rows, columns), states.dtype)
 
-    def _entries(self, name: str, tables: int, blocks: int, entries: int, entry_format: EntryFormat) -> PoolPart:
+    def _entries(self, name: str, tables: int, blocks: int, entries: int, entry_format: StorageFormat) -> PoolPart:
         """Return KV buffers, with the padding after each block."""
         size = tables * blocks * block_stride_bytes(entries, entry_format, self.device, self.sm100)
         return PoolPart(name, (tables, blocks, entries, entry_format.width), entry_format.dtype, size)
@@ -163,7 +163,7 @@ class CacheLayout(Generic[Spec]):
                 size += entries * entry_format.row_bytes
             elif entries:
                 size += block_stride_bytes(entries, entry_format, self.device, self.sm100)
-            size += entries * schema.key_format.key_bytes * schema.has_indexer
+            size += entries * schema.key_format.row_bytes * schema.has_indexer
         return size
 
     @property

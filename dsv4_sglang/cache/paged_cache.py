@@ -11,7 +11,8 @@ from torch import Tensor
 from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.formats import KeyTable, KVBuffer, KVFormat, make_key_table, make_kv_buffers
+from dsv4_sglang.formats import KVBuffer, KVFormat, make_kv_buffers
+from dsv4_sglang.formats.kv_entries import fp8_views
 
 
 class PagedKVPool:
@@ -46,22 +47,22 @@ class PagedKVPool:
         self.entries = make_kv_buffers(1, *shape, schema.entry_format, self.device)[0]
         self.index_keys: Tensor | None = None
         if schema.has_indexer:
-            self.index_keys = make_key_table(num_blocks, schema.entries_per_block, schema.key_format, self.device)
+            self.index_keys = make_kv_buffers(1, num_blocks, schema.entries_per_block, schema.key_format, self.device)[
+                0
+            ]
 
         self.entries_fp8: Tensor | None = None
         self.entries_rope: Tensor | None = None
         self.inv_scale: Tensor | None = None
         if schema.entry_format is KVFormat.FP8:
-            views = KVBuffer(self.entries, KVFormat.FP8).views()
-            assert views is not None
-            by_block = [
-                view.transpose(0, 1) if schema.is_flat else view for view in (views.fp8, views.rope, views.inv_scale)
-            ]
+            by_block = [view.transpose(0, 1) if schema.is_flat else view for view in fp8_views(self.entries)]
             self.entries_fp8, self.entries_rope, self.inv_scale = by_block
 
-        keys = KeyTable(self.index_keys, schema.key_format).views() if self.index_keys is not None else None
-        self.indexer_keys_fp4: Tensor | None = keys.fp4 if keys else None
-        self.indexer_scales: Tensor | None = keys.scales if keys else None
+        self.indexer_keys_fp4: Tensor | None = None
+        self.indexer_scales: Tensor | None = None
+        if self.index_keys is not None and schema.key_format.is_fp4:
+            self.indexer_keys_fp4, scales = KVBuffer(self.index_keys, schema.key_format).strips()
+            self.indexer_scales = scales.view(torch.float8_e4m3fn)
 
     def block_views(self) -> list[Tensor]:
         """Return views with a block in every row, [num_blocks, n] without gaps in a row: all bytes of a block.

@@ -143,7 +143,7 @@ def build_schema(
     return LayerCacheSchema(
         attn=layer_spec.attn,
         entry_head_dim=config.head_dim,
-        rope_dim=config.rope_dim,
+        rope_dim=config.qk_rope_head_dim,
         indexer_head_dim=config.index_head_dim if has_indexer else 0,
         kv_format=_option(KVFormat, "kv_format", kv_format),
         key_format=_option(KeyFormat, "key_format", key_format),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
-
-RATIOS = (0, CSA_RATIO, HCA_RATIO)
 
 # Values for which the storage is built, in V4 and V4.1. Other values mean a different model (SPEC, scope).
 FIXED = {
@@ -60,12 +58,17 @@ class Yarn:
 class ModelConfig:
     """The fields that V4 and V4.1 share. They have the names of config.json.
 
-    Sizes count elements, lengths count tokens.
+    Sizes count elements, lengths count tokens. `ratios` are the compression ratios that the model may have,
+    `expected_ratios` and `draft_layers` are parts of error messages.
 
     Raises:
         ValueError: a field differs from `FIXED`, a count is below 1, there are fewer ratios than layers, or a ratio is
             not one of the model's.
     """
+
+    ratios: ClassVar[tuple[int, ...]]
+    expected_ratios: ClassVar[str]
+    draft_layers: ClassVar[str]
 
     num_hidden_layers: int
     hidden_size: int
@@ -99,15 +102,16 @@ class ModelConfig:
                 f"config field 'compress_ratios' has {len(self.compress_ratios)} entries; expected at least "
                 f"num_hidden_layers = {self.num_hidden_layers}"
             )
-        self._check_ratios()
-
-    def _check_ratios(self) -> None:
-        """Raise ValueError for ratios that this model does not have."""
-
-    @property
-    def rope_dim(self) -> int:
-        """Trailing dims of an entry that RoPE rotates."""
-        return self.qk_rope_head_dim
+        for layer, ratio in enumerate(self.compress_ratios):
+            if ratio not in self.ratios:
+                raise ValueError(
+                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected {self.expected_ratios}"
+                )
+            if layer >= self.num_hidden_layers and ratio != 0:
+                raise ValueError(
+                    f"config field 'compress_ratios[{layer}]' is {ratio}; layers from num_hidden_layers = "
+                    f"{self.num_hidden_layers} on are {self.draft_layers}, whose ratio is 0"
+                )
 
 
 @dataclass(frozen=True)
@@ -118,29 +122,11 @@ class DSV4Config(ModelConfig):
     `num_hidden_layers` (the additional entries are MTP blocks) but not shorter. `ratio()` takes any layer.
     """
 
+    ratios = (0, CSA_RATIO, HCA_RATIO)
+    expected_ratios = "0 (SWA), 4 (CSA) or 128 (HCA)"
+    draft_layers = "MTP blocks"
+
     num_nextn_predict_layers: int
-    num_hash_layers: int
-
-    def _check_ratios(self) -> None:
-        for layer, ratio in enumerate(self.compress_ratios):
-            if ratio not in RATIOS:
-                raise ValueError(
-                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0 (SWA), 4 (CSA) or 128 (HCA)"
-                )
-            if layer >= self.num_hidden_layers and ratio != 0:
-                raise ValueError(
-                    f"config field 'compress_ratios[{layer}]' is {ratio}; layers from num_hidden_layers = "
-                    f"{self.num_hidden_layers} on are MTP blocks, whose ratio is 0"
-                )
-
-    @property
-    def window(self) -> int:
-        """Tokens in the sliding window of a query, itself included."""
-        return self.sliding_window
-
-    @property
-    def softmax_scale(self) -> float:
-        return float(self.head_dim) ** -0.5
 
     def ratio(self, layer_idx: int) -> int:
         """Return the compression ratio of a layer. MTP blocks have 0, with or without an entry in `compress_ratios`
@@ -185,8 +171,8 @@ class DSV4Config(ModelConfig):
         )
 
     @classmethod
-    def from_hf(cls, config: Any) -> DSV4Config:
-        """Return the config from config.json as a dict, or from a Hugging Face config object (transformers' or
+    def from_hf(cls, config: Mapping[str, Any]) -> DSV4Config:
+        """Return the config from config.json as a dict, or from `to_dict()` of a Hugging Face config (transformers' or
         SGLang's).
 
         Raises:
@@ -195,11 +181,17 @@ class DSV4Config(ModelConfig):
             ValueError: a field has a wrong value.
         """
         fields = Fields(config)
-        fields.check_model_type()
+        model_type = fields.get("model_type")
+        if model_type in ("deepseek_v41", "deepseek_v41_text"):
+            raise ValueError(
+                f"config field 'model_type' is {model_type!r}: this is DeepSeek-V4.1, which has a different cache "
+                "(V41Config; docs/design/cache_mathematics.md, 11)"
+            )
+        if model_type not in (None, "deepseek_v4"):
+            raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")
         return cls(
             **fields.shared(),
             num_nextn_predict_layers=fields.integer("num_nextn_predict_layers"),
-            num_hash_layers=fields.hash_layers(),
             compress_ratios=fields.ratios(),
         )
 
@@ -218,56 +210,55 @@ _COMMON: dict[str, Any] = {
     "index_n_heads": 64,
     "rms_norm_eps": 1e-6,
     "num_nextn_predict_layers": 1,
-    "num_hash_layers": 3,
 }
 
 
 class Fields:
-    """Typed access to the fields of a dict or a config object. `path` is the name of the dict in error messages."""
+    """Typed access to the fields of a dict. `path` is the name of the dict in error messages."""
 
-    def __init__(self, source: Any, path: str = "") -> None:
+    def __init__(self, source: Mapping[str, Any], path: str = "") -> None:
         self.source, self.path = source, path
 
     def get(self, *names: str) -> Any:
         """Return the first of `names` that is present and not None, else None."""
-        for name in names:
-            value = self.source.get(name) if isinstance(self.source, Mapping) else getattr(self.source, name, None)
-            if value is not None:
-                return value
-        return None
+        return next((value for name in names if (value := self.source.get(name)) is not None), None)
 
-    def need(self, *names: str) -> Any:
+    def need(self, *names: str, kind: type | tuple[type, ...] = object, expected: str = "") -> Any:
+        """Return the first of `names` that is present.
+
+        Args:
+            names: names of the field. The first one is used in error messages.
+            kind: expected types.
+            expected: their name in the error message.
+
+        Raises:
+            KeyError: the field is missing.
+            TypeError: its value has another type.
+        """
         value = self.get(*names)
         if value is None:
             raise KeyError(f"config field {self.path + names[0]!r} is missing")
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise TypeError(f"config field {self.path + names[0]!r} is {value!r}; expected {expected}")
         return value
 
     def integer(self, *names: str) -> int:
-        value = self.need(*names)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"config field {self.path + names[0]!r} is {value!r}; expected an integer")
+        value: int = self.need(*names, kind=int, expected="an integer")
         if value < 0:
             raise ValueError(f"config field {self.path + names[0]!r} is {value}; expected a count")
         return value
 
-    def number(self, *names: str) -> float:
-        value = self.need(*names)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"config field {self.path + names[0]!r} is {value!r}; expected a number")
+    def number(self, name: str) -> float:
+        value = self.need(name, kind=(int, float), expected="a number")
         if not value > 0:
-            raise ValueError(f"config field {self.path + names[0]!r} is {value}; expected a positive number")
+            raise ValueError(f"config field {self.path + name!r} is {value}; expected a positive number")
         return float(value)
 
     def mapping(self, name: str) -> Fields:
-        value = self.need(name)
-        if not isinstance(value, Mapping):
-            raise TypeError(f"config field {self.path + name!r} is {value!r}; expected a mapping")
-        return Fields(value, f"{self.path}{name}.")
+        return Fields(self.need(name, kind=Mapping, expected="a mapping"), f"{self.path}{name}.")
 
     def sequence(self, name: str) -> Sequence[Any]:
-        value = self.need(name)
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError(f"config field {self.path + name!r} is {value!r}; expected a list")
+        value: Sequence[Any] = self.need(name, kind=(list, tuple), expected="a list")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -280,16 +271,6 @@ class Fields:
     def layer(self, name: str) -> int:
         """Return the number of a layer, -1 for none."""
         return -1 if self.get(name) == -1 else self.integer(name)
-
-    def check_model_type(self) -> None:
-        model_type = self.get("model_type")
-        if model_type in ("deepseek_v41", "deepseek_v41_text"):
-            raise ValueError(
-                f"config field 'model_type' is {model_type!r}: this is DeepSeek-V4.1, which has a different cache "
-                "(V41Config; docs/design/cache_mathematics.md, 11)"
-            )
-        if model_type not in (None, "deepseek_v4"):
-            raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")
 
     def shared(self) -> dict[str, Any]:
         """Return the fields of `ModelConfig` but for `compress_ratios`."""
@@ -325,12 +306,6 @@ class Fields:
             beta_fast=self.number("beta_fast"),
             beta_slow=self.number("beta_slow"),
         )
-
-    def hash_layers(self) -> int:
-        """Return `num_hash_layers`, which transformers rewrites as a list of layer types."""
-        if self.get("num_hash_layers", "n_hash_layers") is None and self.get("mlp_layer_types") is not None:
-            return list(self.sequence("mlp_layer_types")).count("hash_moe")
-        return self.integer("num_hash_layers", "n_hash_layers")
 
     def ratios(self) -> tuple[int, ...]:
         """Return `compress_ratios`, which transformers rewrites as `layer_types` (without the MTP entry)."""

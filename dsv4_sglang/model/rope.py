@@ -10,7 +10,7 @@ from dsv4_sglang.model.v41 import V41Config
 
 
 def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the RoPE frequencies of a layer, fp32 [rope_dim / 2].
+    """Return the RoPE frequencies of a layer, fp32 [qk_rope_head_dim / 2].
 
     Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN. Dims that rotate more than
     `beta_fast` times within the original context keep their frequency. Frequencies of dims that rotate less than
@@ -22,7 +22,7 @@ def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.d
         ratio: compression ratio of the layer.
         device: device of the result.
     """
-    dim = config.rope_dim
+    dim = config.qk_rope_head_dim
     base = config.compress_rope_theta if ratio else config.rope_theta
     frequencies = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if ratio:

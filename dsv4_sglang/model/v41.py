@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,13 @@ class V41Config(ModelConfig):
         ValueError: as in `ModelConfig`, or the source layers contradict the ratios or each other.
     """
 
+    ratios = V41_RATIOS
+    expected_ratios = (
+        "0, 1 or 2, the ratios of published V4.1 models. For others the overlap and position bias of shared entries "
+        "are not public"
+    )
+    draft_layers = "draft stages"
+
     kv_source_layer_ids: tuple[int, ...]
     index_source_layer_ids: tuple[int, ...]
     candidate_source_layer_id: int
@@ -70,19 +78,6 @@ class V41Config(ModelConfig):
         super().__post_init__()
         self._check_sources()
         self._check_candidates()
-
-    def _check_ratios(self) -> None:
-        for layer, ratio in enumerate(self.compress_ratios):
-            if ratio not in V41_RATIOS:
-                raise ValueError(
-                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0, 1 or 2, the ratios of "
-                    "published V4.1 models. For others the overlap and position bias of shared entries are not public"
-                )
-            if layer >= self.num_hidden_layers and ratio != 0:
-                raise ValueError(
-                    f"config field 'compress_ratios[{layer}]' is {ratio}; layers from num_hidden_layers = "
-                    f"{self.num_hidden_layers} on are draft stages, whose ratio is 0"
-                )
 
     def _check_sources(self) -> None:
         for name in ("kv_source_layer_ids", "index_source_layer_ids"):
@@ -160,9 +155,8 @@ class V41Config(ModelConfig):
         )
 
     @classmethod
-    def from_hf(cls, config: Any) -> V41Config:
-        """Return the config from config.json as a dict (text fields under `text_config` or at the top) or from a config
-        object.
+    def from_hf(cls, config: Mapping[str, Any]) -> V41Config:
+        """Return the config from config.json as a dict, with the text fields under `text_config` or at the top.
 
         Raises:
             KeyError: a field is missing.
@@ -173,9 +167,8 @@ class V41Config(ModelConfig):
         model_type = fields.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ValueError(f"config field 'model_type' is {model_type!r}; expected one of {list(MODEL_TYPES)}")
-        nested = fields.get("text_config")
-        if nested is not None:
-            fields = Fields(nested, "text_config.")
+        if fields.get("text_config") is not None:
+            fields = fields.mapping("text_config")
         return cls(
             **fields.shared(),
             compress_ratios=fields.integers("compress_ratios"),

@@ -16,7 +16,7 @@ _OPS = getattr(torch.ops, NAMESPACE)
 def prepare_query(
     q: Tensor, weights: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat
 ) -> tuple[Tensor, Tensor]:
-    """Prepare index queries and head weights for `score`.
+    """Prepare index queries and head weights for the kernel `index_score`.
 
     Args:
         q: [T, Hi, 128] bf16 or fp32, raw index queries. bf16 queries are rounded between the stages.
@@ -26,7 +26,7 @@ def prepare_query(
         key_format: format of the keys.
 
     Returns:
-        Fake-quantised queries and weights of the same shapes, in the form that `score` needs on this GPU for this
+        Fake-quantised queries and weights of the same shapes, in the form that `index_score` needs on this GPU for this
         format and number of heads (csrc/index/layout.h): fp16, two e4m3 in place of each (the rest is unused), or fp32
         in order for FP32 keys.
     """
@@ -34,40 +34,6 @@ def prepare_query(
     out_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     _OPS.index_query(q, weights, positions, rope, key_format.code, out, out_weights)
     return out, out_weights
-
-
-def score(
-    query: Tensor,
-    weights: Tensor,
-    index_keys: Tensor,
-    block_table: Tensor,
-    token_request: Tensor,
-    positions: Tensor,
-    key_format: KeyFormat,
-    top: int,
-    scores: Tensor,
-) -> None:
-    """Write the scores of all visible entries for each token that sees more than `top` entries.
-
-    Args:
-        query, weights: from `prepare_query`.
-        index_keys, block_table, token_request, positions: as in `index_topk`.
-        key_format: format of the keys.
-        top: number of entries that a token selects.
-        scores: fp32 [>= T, entries], receives `scores[t, i]` of entry i.
-    """
-    _OPS.index_score(query, weights, index_keys, block_table, token_request, positions, key_format.code, top, scores)
-
-
-def select(scores: Tensor, block_table: Tensor, token_request: Tensor, positions: Tensor, rows: Tensor) -> None:
-    """Write the indices of the best visible entries of each token.
-
-    Args:
-        scores: from `score`; without columns if no token sees more entries than it selects.
-        block_table, token_request, positions: as in `index_topk`.
-        rows: int32 [T, K], receives the buffer indices of the K best entries.
-    """
-    _OPS.index_select(scores, block_table, token_request, positions, rows)
 
 
 def index_topk(
@@ -88,18 +54,17 @@ def index_topk(
     prefill needs no scratch of tokens x entries. If `scores` has no columns (no token sees more entries than are
     selected), nothing is scored.
     """
-    tokens, top = rows.shape
     if scores.numel() == 0:
-        select(scores.view(0, 0), block_table, token_request, positions, rows)
+        _OPS.index_select(scores.view(0, 0), block_table, token_request, positions, rows)
         return
-    keys = KeyFormat.from_code(key_format)
-    query, weights = prepare_query(q, weights, positions, rope, keys)
-    at_once = scores.shape[0]
-    for begin in range(0, tokens, at_once):
-        part = slice(begin, begin + at_once)
-        owners, where = token_request[part], positions[part]
-        score(query[part], weights[part], index_keys, block_table, owners, where, keys, top, scores)
-        select(scores, block_table, owners, where, rows[part])
+    query, weights = prepare_query(q, weights, positions, rope, KeyFormat.from_code(key_format))
+    tokens, top = rows.shape
+    for begin in range(0, tokens, len(scores)):
+        part = slice(begin, begin + len(scores))
+        cache = index_keys, block_table, token_request[part], positions[part]
+        # Scores of all visible entries of each token that sees more than `top`, then the indices of the best ones.
+        _OPS.index_score(query[part], weights[part], *cache, key_format, top, scores)
+        _OPS.index_select(scores, *cache[1:], rows[part])
 
 
 torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", index_topk)

@@ -14,7 +14,7 @@ To build ahead of time, on any machine:
 The extension uses LibTorch's stable ABI only, so one file works with torch 2.11 and later, with any CUDA version. The
 cache is `DSV4_SGLANG_CACHE`, by default `~/.cache/dsv4_sglang`. It must belong to this user: a folder or library there
 that others own or can write is rejected (`dsv4_sglang.ops.trust`). A file's name contains a hash of sources and flags,
-one of the compiler, and the architectures.
+and the architectures.
 """
 
 import argparse
@@ -38,8 +38,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 PREBUILT = PACKAGE / "prebuilt"
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 RELEASE_ARCHS = ("80", "89", "90a", "100a", "120a")
-SOURCE_SUFFIXES = (".cu", ".cpp")
-HEADER_SUFFIXES = (".h", ".cuh")
+COMPILED = (".cu", ".cpp")
 OTHER_CACHE = "Or set DSV4_SGLANG_CACHE to a folder that is yours alone"
 FLAGS = (
     "-O3",
@@ -62,44 +61,33 @@ def source_dir() -> Path:
     )
 
 
-def sources() -> list[Path]:
-    return sorted(p for p in source_dir().rglob("*") if p.suffix in SOURCE_SUFFIXES)
+def files() -> list[Path]:
+    """Return all sources and headers."""
+    return sorted(path for path in source_dir().rglob("*") if path.suffix in (*COMPILED, ".h", ".cuh"))
 
 
 def source_hash() -> str:
     """Return a hash of all sources, headers and flags, 16 hex digits."""
     digest = hashlib.sha256("\0".join(FLAGS).encode())
-    root = source_dir()
-    for path in sorted(p for p in root.rglob("*") if p.suffix in SOURCE_SUFFIXES + HEADER_SUFFIXES):
-        digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    for path in files():
+        digest.update(f"\0{path.relative_to(source_dir())}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def find_nvcc() -> Path:
     """Return the CUDA compiler of CUDA_HOME, of PATH, or of DEFAULT_CUDA_HOME. Raise RuntimeError if none has one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidates = [Path(home) / "bin" / "nvcc"] if home else []
-    on_path = shutil.which("nvcc")
-    candidates += [Path(on_path)] if on_path else []
-    candidates.append(DEFAULT_CUDA_HOME / "bin" / "nvcc")
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise RuntimeError(
-        "building the CUDA extension needs nvcc, which is neither in CUDA_HOME, PATH nor "
-        f"{DEFAULT_CUDA_HOME}. Install the CUDA toolkit 12.8 or later (https://developer.nvidia.com/cuda-downloads, or "
-        "the conda package cuda-nvcc), or build elsewhere with `python -m dsv4_sglang.ops.extension --arch ... --out "
-        "DIR` and set DSV4_SGLANG_EXTENSION to the file"
-    )
-
-
-def compiler_hash(nvcc: Path) -> str:
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    return hashlib.sha256(version.encode()).hexdigest()[:8]
-
-
-def library_name(compiler: str, archs: Sequence[str]) -> str:
-    return f"dsv4_sglang-{source_hash()}-{compiler}-{'_'.join('sm' + arch for arch in archs)}.so"
+    folders = [Path(home) / "bin"] if home else []
+    folders += [*map(Path, os.get_exec_path()), DEFAULT_CUDA_HOME / "bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(map(str, folders)))
+    if nvcc is None:
+        raise RuntimeError(
+            f"building the CUDA extension needs nvcc, which is neither in CUDA_HOME, PATH nor {DEFAULT_CUDA_HOME}. "
+            "Install the CUDA toolkit 12.8 or later (https://developer.nvidia.com/cuda-downloads, or "
+            "the conda package cuda-nvcc), or build elsewhere with `python -m dsv4_sglang.ops.extension --arch ... "
+            "--out DIR` and set DSV4_SGLANG_EXTENSION to the file"
+        )
+    return Path(nvcc)
 
 
 def cache_dir() -> Path:
@@ -108,7 +96,7 @@ def cache_dir() -> Path:
 
 
 def find_cached(arch: str) -> Path | None:
-    """Return a library in the cache that was built from the current sources and contains `arch`. Nothing is written.
+    """Return a library of the cache as `find_library` does. Nothing is written.
 
     Raises:
         RuntimeError: others own the cache or the library, or can write it.
@@ -117,7 +105,7 @@ def find_cached(arch: str) -> Path | None:
     if not folder.is_dir():
         return None
     require_own(folder, OTHER_CACHE)
-    library = find_prebuilt(arch, folder)
+    library = find_library(arch, folder)
     if library is not None:
         require_own(library, OTHER_CACHE)
     return library
@@ -154,9 +142,10 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
+def _compile(archs: Sequence[str], output: Path) -> None:
     import torch
 
+    nvcc = find_nvcc()
     if shutil.which("g++") is None:
         raise RuntimeError(
             "building the CUDA extension needs g++ with C++17; install it (Debian, Ubuntu: apt install g++)"
@@ -167,7 +156,7 @@ def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
     libraries = [f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     threads = str(min(len(archs), os.cpu_count() or 1))
-    inputs = [f"-I{root / 'include'}", *map(str, sources()), *libraries]
+    inputs = [f"-I{root / 'include'}", *(str(path) for path in files() if path.suffix in COMPILED), *libraries]
     command = [str(nvcc), *FLAGS, "-t", threads, *codes, *inputs, "-o", str(output)]
     # nvcc's temporary files go to the folder of the output, which only this user can write.
     environment = {**os.environ, "TMPDIR": str(output.parent)}
@@ -179,7 +168,7 @@ def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
 
 def build(archs: Sequence[str], out: Path) -> Path:
     """Return the library for `archs` ("90a", ...) in folder `out`. Compile it if it does not exist."""
-    target = out / library_name(compiler_hash(find_nvcc()), archs)
+    target = out / f"dsv4_sglang-{source_hash()}-{'_'.join('sm' + arch for arch in archs)}.so"
     out.mkdir(parents=True, exist_ok=True)
     reject_writable_by_all(out)
     if not target.exists():
@@ -194,7 +183,7 @@ def _build(archs: Sequence[str], target: Path) -> None:
     logger.warning("building the CUDA extension for %s (about half a minute, once)", ", ".join(archs))
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         unfinished = Path(scratch) / target.name
-        _compile(find_nvcc(), archs, unfinished)
+        _compile(archs, unfinished)
         # Independent of the umask, only the owner may write a file that others load.
         unfinished.chmod(unfinished.stat().st_mode & 0o755)
         os.replace(unfinished, target)
@@ -218,9 +207,9 @@ def device_arch() -> str:
     return f"{major}{minor}" + ("a" if major >= 9 else "")
 
 
-def find_prebuilt(arch: str, folder: Path = PREBUILT) -> Path | None:
-    """Return a library in `folder` that was built from the current sources, by any compiler, and contains `arch`."""
-    found = sorted(folder.glob(f"dsv4_sglang-{source_hash()}-*.so")) if folder.is_dir() else []
+def find_library(arch: str, folder: Path) -> Path | None:
+    """Return a library in `folder` that was built from the current sources and contains `arch`."""
+    found = sorted(folder.glob(f"dsv4_sglang-{source_hash()}-*.so"))
     return next((p for p in found if f"sm{arch}" in p.stem.rsplit("-", 1)[1].split("_")), None)
 
 
@@ -243,7 +232,7 @@ def load() -> Path:
         reject_writable_by_all(path)
     else:
         arch = device_arch()
-        path = find_prebuilt(arch) or find_cached(arch) or build([arch], _make_cache())
+        path = find_library(arch, PREBUILT) or find_cached(arch) or build([arch], _make_cache())
     torch.ops.load_library(str(path))
     return path
 

@@ -41,6 +41,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
+def normalise_and_rotate(
+    x: Tensor, weight: Tensor, eps: float, positions: Tensor, rope: Tensor, round_stage: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return RMSNorm, then RoPE, fp32, each rounded by `round_stage` (`rounding`). Arguments as in `rotate`."""
+    return round_stage(rotate(round_stage(rms_norm(x, weight, eps)), positions, rope))
+
+
 def rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return the rounding between stages (SPEC 2.1, 3.4): to bf16 for bf16 activations, none for fp32 activations.
 

@@ -68,20 +68,18 @@ SCHEMAS = {
 
 # Must live as long as the process: dropping a Library removes its registrations.
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-for _name, _schema in SCHEMAS.items():
-    LIBRARY.define(_name + _schema)
 
 
 def _writes_only(*args: object) -> None:
     """Fake implementation of ops that return nothing and write to their arguments."""
 
 
-for _name in SCHEMAS:
-    if _name not in ("attend", "attend_v41"):
-        torch.library.register_fake(f"{NAMESPACE}::{_name}", _writes_only, lib=LIBRARY)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::attend", lib=LIBRARY)
-@torch.library.register_fake(f"{NAMESPACE}::attend_v41", lib=LIBRARY)
-def _attend_fake(q: torch.Tensor, *args: object) -> torch.Tensor:
+def _like_queries(q: torch.Tensor, *args: object) -> torch.Tensor:
+    """Fake implementation of the attention ops."""
     return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+    _fake = _like_queries if _schema.endswith("-> Tensor") else _writes_only
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)

@@ -8,7 +8,8 @@ from torch import Tensor
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema
 from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.formats import KVBuffer
+from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.formats.kv_entries import fp8_views
 from dsv4_sglang.model.geometry import HCA_ONLINE_ROWS, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.standalone.allocator import ids_on
@@ -97,10 +98,11 @@ class StateCachePool:
         self.swa_head: Tensor = storage.swa_head[layer]
         self.tail_len: Tensor | None = storage.tail_len[layer] if schema.ratio else None
 
-        views = KVBuffer(self.ring, schema.kv_format).views()
-        self.swa_fp8: Tensor | None = views.fp8 if views else None
-        self.swa_rope: Tensor | None = views.rope if views else None
-        self.swa_inv: Tensor | None = views.inv_scale if views else None
+        self.swa_fp8: Tensor | None = None
+        self.swa_rope: Tensor | None = None
+        self.swa_inv: Tensor | None = None
+        if schema.kv_format is KVFormat.FP8:
+            self.swa_fp8, self.swa_rope, self.swa_inv = fp8_views(self.ring)
         parts = _compressor_state_parts(schema, self.compressor_state)
         for name in (*RAW_PARTS, *(f"index_{name}" for name in RAW_PARTS), *ONLINE_PARTS):
             setattr(self, name, parts.get(name))

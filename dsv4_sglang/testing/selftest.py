@@ -4,6 +4,7 @@ machine.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,20 +12,17 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers `attend` for CUDA)
-from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
-from dsv4_sglang.attention.step_buffers import DecodeBuffers
-from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import KeyFormat, KVFormat, make_key_table, make_kv_buffers
-from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.cache import LayerWeights
+from dsv4_sglang.formats import KeyFormat, KVFormat
+from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.ops.rope import rope_table, rotate
+from dsv4_sglang.standalone import KVCacheManager
 from dsv4_sglang.testing.formula import EPS, FormulaInputs, frequencies, layer_output
 from dsv4_sglang.testing.quantise import fp8_entries
 
 HEADS = INDEX_HEADS = 64
 PREFILL, TOKENS = 133, 140  # a chunk across a block boundary, then single tokens that complete a CSA window
 BLOCKS = 4
-SLOT = 1
 
 
 @dataclass(frozen=True)
@@ -87,96 +85,66 @@ def random_inputs(ratio: int, seed: int = 0) -> FormulaInputs:
     return x
 
 
-class _Layer:
-    """Cache tensors of one layer on a device. `step` runs one step of a server."""
+def _make_cache(ratio: int, formats: Formats, device: torch.device | str) -> tuple[KVCacheManager, int]:
+    """Return an uninitialised cache of one layer, and the slot of a request in it.
 
-    def __init__(self, x: FormulaInputs, formats: Formats, device: torch.device) -> None:
-        self.x, self.formats, self.device = x.to(device), formats, device
-        self.rope = rope_table(BLOCKS * 128, frequencies(x.ratio)).to(device)
-        self.ring = self._rows(SLOT + 1, WINDOW)
-        self.compressor_state = self.entries = self.keys = None
-        if x.ratio == 4:
-            self.compressor_state, self.entries = self._state(24, 640), self._rows(BLOCKS, 32)
-            self.keys = make_key_table(BLOCKS, 32, formats.keys, device).fill_(formats.unwritten)
-        elif x.ratio == 128:
-            self.compressor_state, self.entries = self._state(3, 512), self._rows(1, BLOCKS)
-
-    def _rows(self, blocks: int, rows: int) -> Tensor:
-        return make_kv_buffers(1, blocks, rows, self.formats.rows, self.device)[0].fill_(self.formats.unwritten)
-
-    def _state(self, rows: int, width: int) -> Tensor:
-        return torch.full((SLOT + 1, rows, width), float("nan"), device=self.device)
-
-    def step(self, step: StepMetadata, tokens: slice) -> Tensor:
-        """Run append and attend for the request's tokens `tokens`. Returns [n, H, 512]."""
-        x, dtype, rows_as, keys_as = self.x, self.formats.dtype, self.formats.rows.code, self.formats.keys.code
-        window = None if step.is_decode else self._rows(1, step.window_size)
-
-        def part(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            return None if tensor is None else tensor[tokens].to(dtype).contiguous()
-
-        torch.ops.dsv4_sglang.append(
-            *(part(x.kv, dtype), part(x.kv_score), part(x.index_kv_score)),
-            *(x.kv_norm, x.entry_norm, x.index_norm, x.ape, x.index_ape, self.rope, EPS),
-            *(x.ratio, rows_as, keys_as),
-            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.track_slots),
-            *(self.ring, self.compressor_state, self.entries, self.keys, window, None, None, None),
-        )
-        rows = lens = None
-        if x.ratio == 128:
-            rows, lens = step.hca_indices, step.hca_lens
-        elif x.ratio == 4:
-            n = step.positions.shape[0]
-            rows = torch.empty(n, self.formats.topk, dtype=torch.int32, device=self.device)
-            lens = step.csa_lens
-            scores = torch.empty(n, BLOCKS * 32, device=self.device)
-            index = (part(x.index_q, dtype), part(x.index_weights), self.keys)
-            where = (step.block_table, step.token_request, step.positions, self.rope)
-            torch.ops.dsv4_sglang.index_topk(*index, *where, keys_as, scores, rows)
-        q = rotate(x.q[tokens], step.positions, self.rope).to(dtype)
-        table = self.ring if window is None else window
-        read = (table, step.window_indices, step.window_lens, self.entries, rows, lens)
-        return torch.ops.dsv4_sglang.attend(q, x.sink, *read, step.positions, self.rope, 512**-0.5, rows_as)
-
-
-def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
-    """Return one prefill step and the decode steps after it, for a request in noncontiguous blocks."""
-
-    def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    blocks = torch.tensor([2, 1])
-    slots_of_request = torch.cat([b * 128 + torch.arange(128) for b in blocks]).to(device)
-    req_to_token = slots_of_request.to(torch.int32)[None]
-    tables = {"req_to_token": req_to_token, "state_slot_of_request": ints([SLOT])}
-    request = ints([0], torch.int64)
-    prefill = build_prefill(
-        req_pool_indices=request,
-        prefix_lens=ints([0]),
-        chunk_lens=ints([PREFILL]),
-        positions=torch.arange(PREFILL, device=device),
-        out_loc=slots_of_request[:PREFILL],
-        track_slots=None,
-        track_lens=None,
-        top_k=topk,
-        max_length=PREFILL,
-        padding=0,
-        **tables,
+    Slot 0 and block 0 are not the request's, so that a wrong index is detected.
+    """
+    config = dataclasses.replace(
+        DSV4Config.flash(), num_hidden_layers=1, compress_ratios=(ratio,), max_position_embeddings=BLOCKS * 128
     )
-    steps = [(prefill, slice(0, PREFILL))]
-    for t in range(PREFILL, TOKENS):
-        buffers, length = DecodeBuffers(1, 2, device), ints([t + 1])
-        gather_decode(buffers, req_pool_indices=request, seq_lens=length, **tables)
-        decode = build_decode(
-            buffers,
-            seq_lens=length,
-            out_loc=slots_of_request[t : t + 1],
-            track_mask=None,
-            track_slots=None,
-            top_k=topk,
+    manager = KVCacheManager(
+        config,
+        build_schedule(config),
+        max_concurrent_requests=2,
+        num_blocks_per_csa_layer=BLOCKS,
+        num_blocks_per_hca_layer=BLOCKS,
+        kv_format=formats.rows,
+        key_format=formats.keys,
+        hca_state="online",
+        device=device,
+    )
+    manager.admit_request()
+    slot = manager.admit_request()
+    if ratio:
+        manager.allocate_block()
+        for _ in range(2):
+            manager.allocate_block(slot)
+    for state in manager.state.compressor_states.values():
+        state.fill_(float("nan"))
+    for table in (manager.state.rings, *(table for pool in manager.paged_pools if pool for table in pool.allocations)):
+        table.fill_(formats.unwritten)
+    return manager, slot
+
+
+def _step(manager: KVCacheManager, slot: int, x: FormulaInputs, tokens: slice, formats: Formats) -> Tensor:
+    """Run append and attend for the request's tokens `tokens`. Return [n, H, 512]."""
+    device = manager.device
+    rope = rope_table(BLOCKS * 128, frequencies(x.ratio)).to(device)
+
+    def part(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return None if tensor is None else tensor[tokens].to(dtype).contiguous()
+
+    positions = torch.arange(TOKENS, device=device)[tokens]
+    slots = torch.full_like(positions, slot)
+    layer = manager.layer(0, manager.begin_step(slots, positions, slots))
+    weights = LayerWeights(x.kv_norm, rope, EPS, x.entry_norm, x.ape, x.index_norm, x.index_ape)
+    layer.append(x.kv[tokens].to(formats.dtype), weights, part(x.kv_score), part(x.index_kv_score))
+    window, classical, keys = layer.read_swa_view(), layer.read_classical_view(), layer.read_indexer_view()
+    entries = rows = lens = None
+    if classical is not None:
+        entries, rows, lens = classical.entries, classical.entry_indices, classical.n_visible
+    if keys is not None:
+        rows = torch.empty(len(positions), formats.topk, dtype=torch.int32, device=device)
+        lens = keys.n_visible.clamp_max(formats.topk)
+        torch.ops.dsv4_sglang.index_topk(
+            *(part(x.index_q, formats.dtype), part(x.index_weights), keys.index_keys, keys.block_table),
+            *(keys.token_request, positions, rope, keys.key_format),
+            *(torch.empty(len(positions), BLOCKS * 32, device=device), rows),
         )
-        steps.append((decode, slice(t, t + 1)))
-    return steps
+    q = rotate(x.q[tokens], positions, rope).to(formats.dtype)
+    read = (window.window, window.window_indices, window.window_lens, entries, rows, lens)
+    return torch.ops.dsv4_sglang.attend(q, x.sink, *read, positions, rope, 512**-0.5, window.kv_format)
 
 
 def layer_error(ratio: int, device: torch.device | str, formats: Formats = EXACT) -> float:
@@ -190,10 +158,10 @@ def layer_error(ratio: int, device: torch.device | str, formats: Formats = EXACT
         device: device of the ops.
         formats: formats of the comparison.
     """
-    device = resolve_device(device)
     inputs = random_inputs(ratio)
-    layer = _Layer(inputs, formats, device)
-    steps = _steps(device, formats.topk)
-    found = torch.cat([layer.step(step, tokens) for step, tokens in steps]).float().cpu()
+    manager, slot = _make_cache(ratio, formats, device)
+    x = inputs.to(manager.device)
+    steps = [slice(0, PREFILL), *(slice(t, t + 1) for t in range(PREFILL, TOKENS))]
+    found = torch.cat([_step(manager, slot, x, tokens, formats) for tokens in steps]).float().cpu()
     expected = layer_output(inputs, formats.topk, formats.stored)
     return float(((found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).max())

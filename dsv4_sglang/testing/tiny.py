@@ -25,6 +25,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,11 @@ MARKOV_GAIN = 0.5
 
 @dataclass(frozen=True)
 class TinySizes:
-    """Options that V4 and V4.1 share. `heads` are query heads. Raises ValueError for a value that no loader accepts."""
+    """Options that V4 and V4.1 share. `heads` are query heads, a multiple of `O_GROUPS`.
+
+    Raises:
+        ValueError: no loader accepts a value.
+    """
 
     seed: int = 0
     hidden: int = 256
@@ -77,8 +82,6 @@ class TinySizes:
     def __post_init__(self) -> None:
         if self.hidden < 128 or self.hidden % 128:
             raise ValueError(f"hidden {self.hidden}: must be a multiple of 128")
-        if self.heads < O_GROUPS or self.heads % O_GROUPS:
-            raise ValueError(f"heads {self.heads}: must be a multiple of {O_GROUPS}, the output projection's groups")
         if self.index_topk < 1:
             raise ValueError(f"index_topk {self.index_topk}: must be positive")
 
@@ -192,13 +195,29 @@ def config_json(spec: TinySpec) -> dict[str, Any]:
 
 
 class Draw:
-    """Random tensors, rounded to bf16, that depend only on the seed and the tensor's name."""
+    """Random tensors, rounded to bf16, that depend only on the seed and the tensor's name.
+
+    Attributes:
+        weights: the tensors of the file by name. `prefix` precedes the names of those that are added.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.prefix = ""
+        self.weights: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def inside(self, part: str) -> Iterator[None]:
+        """Context manager: names begin with `part` and a point."""
+        before = self.prefix
+        self.prefix += f"{part}."
+        try:
+            yield
+        finally:
+            self.prefix = before
 
     def generator(self, name: str) -> torch.Generator:
-        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed}/{self.prefix}{name}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
     def normal(self, name: str, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
@@ -213,6 +232,19 @@ class Draw:
         """Return int64 [rows, EXPERTS_PER_TOKEN], distinct experts in each row."""
         order = torch.rand(rows, EXPERTS, generator=self.generator(name)).argsort(dim=1)
         return order[:, :EXPERTS_PER_TOKEN].contiguous()
+
+    def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Put a tensor into the file, and return it."""
+        self.weights[self.prefix + name] = tensor
+        return tensor
+
+    def add_linear(self, name: str, out: int, fan_in: int, gain: float = 1.0) -> torch.Tensor:
+        """Add the weight of a projection (`linear`)."""
+        return self.add(f"{name}.weight", self.linear(name, out, fan_in, gain))
+
+    def add_norm(self, name: str, width: int, gain: float = 1.0) -> None:
+        """Add the weight of a norm whose output has the RMS `gain`."""
+        self.add(f"{name}.weight", self.normal(name, width, std=0.1 * gain, mean=gain))
 
 
 def token_embedding(draw: Draw, spec: TinySizes) -> torch.Tensor:
@@ -261,174 +293,154 @@ def closed_to_classes(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _compressor(draw: Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, gain: float) -> dict[str, torch.Tensor]:
-    """Return the compressor of SPEC 3.1. `gain` is the RMS of its entries."""
+def _add_compressor(draw: Draw, name: str, spec: TinySpec, ratio: int, dim: int, gain: float) -> None:
+    """Add the compressor of SPEC 3.1. `gain` is the RMS of its entries."""
     width = (2 if ratio == 4 else 1) * dim
-    return {
-        f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", width, spec.hidden),
-        f"{prefix}.wgate.weight": draw.linear(f"{prefix}.wgate", width, spec.hidden, gain=1.5),
-        f"{prefix}.ape": draw.normal(f"{prefix}.ape", ratio, width, std=0.5).float(),
-        f"{prefix}.norm.weight": draw.normal(f"{prefix}.norm", dim, std=0.1 * gain, mean=gain),
-    }
+    with draw.inside(name):
+        draw.add_linear("wkv", width, spec.hidden)
+        draw.add_linear("wgate", width, spec.hidden, gain=1.5)
+        draw.add("ape", draw.normal("ape", ratio, width, std=0.5).float())
+        draw.add_norm("norm", dim, gain)
 
 
-def attention_projections(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    """Return the projections of a layer for queries, window entries and output, and its sinks."""
-    heads_per_group = spec.heads // O_GROUPS
-    return {
-        f"{prefix}.attn_sink": draw.normal(f"{prefix}.attn_sink", spec.heads, std=1.0).float(),
-        f"{prefix}.wq_a.weight": draw.linear(f"{prefix}.wq_a", Q_LORA, spec.hidden),
-        f"{prefix}.q_norm.weight": draw.normal(f"{prefix}.q_norm", Q_LORA, std=0.1, mean=1.0),
-        f"{prefix}.wq_b.weight": draw.linear(f"{prefix}.wq_b", spec.heads * HEAD_DIM, Q_LORA),
-        f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", HEAD_DIM, spec.hidden),
-        f"{prefix}.kv_norm.weight": draw.normal(f"{prefix}.kv_norm", HEAD_DIM, std=0.1 * ROW_GAIN, mean=ROW_GAIN),
-        f"{prefix}.wo_a.weight": draw.linear(
-            f"{prefix}.wo_a", O_GROUPS * O_LORA, heads_per_group * HEAD_DIM, gain=ATTENTION_GAIN
-        ),
-        f"{prefix}.wo_b.weight": closed_to_classes(draw.linear(f"{prefix}.wo_b", spec.hidden, O_GROUPS * O_LORA)),
-    }
+def add_attention_projections(draw: Draw, spec: TinySizes) -> None:
+    """Add the projections of a layer for queries, window entries and output, and its sinks."""
+    draw.add("attn_sink", draw.normal("attn_sink", spec.heads, std=1.0).float())
+    draw.add_linear("wq_a", Q_LORA, spec.hidden)
+    draw.add_norm("q_norm", Q_LORA)
+    draw.add_linear("wq_b", spec.heads * HEAD_DIM, Q_LORA)
+    draw.add_linear("wkv", HEAD_DIM, spec.hidden)
+    draw.add_norm("kv_norm", HEAD_DIM, ROW_GAIN)
+    draw.add_linear("wo_a", O_GROUPS * O_LORA, spec.heads // O_GROUPS * HEAD_DIM, gain=ATTENTION_GAIN)
+    closed_to_classes(draw.add_linear("wo_b", spec.hidden, O_GROUPS * O_LORA))
 
 
-def _attention(draw: Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str, torch.Tensor]:
-    tensors = attention_projections(draw, prefix, spec)
+def add_indexer_projections(draw: Draw, spec: TinySizes, heads: int) -> None:
+    """Add the projections of an indexer for queries and head weights."""
+    draw.add_linear("wq_b", heads * INDEX_DIM, Q_LORA)
+    draw.add_linear("weights_proj", heads, spec.hidden)
+
+
+def _add_attention(draw: Draw, spec: TinySpec, ratio: int) -> None:
+    add_attention_projections(draw, spec)
     if ratio:
         # Compressed entries are larger than window entries, so that a missing or wrong one shows in the logits.
-        tensors |= _compressor(draw, f"{prefix}.compressor", spec, ratio, HEAD_DIM, gain=ENTRY_GAIN[ratio])
+        _add_compressor(draw, "compressor", spec, ratio, HEAD_DIM, gain=ENTRY_GAIN[ratio])
     if ratio == 4:
-        index = f"{prefix}.indexer"
-        tensors |= _compressor(draw, f"{index}.compressor", spec, ratio, INDEX_DIM, gain=1.0)
-        tensors[f"{index}.wq_b.weight"] = draw.linear(f"{index}.wq_b", INDEX_HEADS * INDEX_DIM, Q_LORA)
-        tensors[f"{index}.weights_proj.weight"] = draw.linear(f"{index}.weights_proj", INDEX_HEADS, spec.hidden)
-    return tensors
+        with draw.inside("indexer"):
+            _add_compressor(draw, "compressor", spec, ratio, INDEX_DIM, gain=1.0)
+            add_indexer_projections(draw, spec, INDEX_HEADS)
 
 
-def _router(draw: Draw, prefix: str, spec: TinySizes, hashed: bool) -> dict[str, torch.Tensor]:
-    weight = draw.normal(f"{prefix}.weight", EXPERTS, spec.hidden, std=0.3 / math.sqrt(spec.hidden))
+def _add_router(draw: Draw, spec: TinySizes, hashed: bool) -> None:
+    weight = draw.add("weight", draw.normal("weight", EXPERTS, spec.hidden, std=0.3 / math.sqrt(spec.hidden)))
     if hashed:
-        table = draw.subsets(f"{prefix}.tid2eid", spec.vocab)
-        return {f"{prefix}.weight": weight, f"{prefix}.tid2eid": table}
+        draw.add("tid2eid", draw.subsets("tid2eid", spec.vocab))
+        return
     chosen = torch.zeros(EXPERTS, EXPERTS, dtype=torch.bool)  # [class, expert]
-    chosen.scatter_(1, draw.subsets(f"{prefix}.chosen", EXPERTS), True)
-    strength = 3.0 + 3.0 * torch.rand(EXPERTS, EXPERTS, generator=draw.generator(f"{prefix}.strength"))
+    chosen.scatter_(1, draw.subsets("chosen", EXPERTS), True)
+    strength = 3.0 + 3.0 * torch.rand(EXPERTS, EXPERTS, generator=draw.generator("strength"))
     weight[:, :EXPERTS] = torch.where(chosen, strength, -strength).T.bfloat16()
-    bias = draw.normal(f"{prefix}.bias", EXPERTS, std=0.1).float()
-    return {f"{prefix}.weight": weight, f"{prefix}.bias": bias}
+    draw.add("bias", draw.normal("bias", EXPERTS, std=0.1).float())
 
 
-def _mlp(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    return {
-        f"{prefix}.w1.weight": draw.linear(f"{prefix}.w1", EXPERT_WIDTH, spec.hidden),
-        f"{prefix}.w3.weight": draw.linear(f"{prefix}.w3", EXPERT_WIDTH, spec.hidden),
-        f"{prefix}.w2.weight": closed_to_classes(draw.linear(f"{prefix}.w2", spec.hidden, EXPERT_WIDTH, gain=MLP_GAIN)),
-    }
-
-
-def _hyper_connection(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    """Return fp32 `fn [24, 4 hidden]`, `base [24]` (pre 4, post 4, comb 16), `scale [3]`; comb is close to the
+def _add_hyper_connection(draw: Draw, name: str, spec: TinySizes) -> None:
+    """Add fp32 `fn [24, 4 hidden]`, `base [24]` (pre 4, post 4, comb 16), `scale [3]`; comb is close to the
     identity.
     """
     mix = (2 + HC_MULT) * HC_MULT
-    base = draw.normal(f"{prefix}_base", mix, std=0.5)
+    base = draw.normal(f"{name}_base", mix, std=0.5)
     base[2 * HC_MULT :] += 2.0 * torch.eye(HC_MULT, dtype=base.dtype).flatten()
-    return {
-        f"{prefix}_fn": draw.linear(f"{prefix}_fn", mix, HC_MULT * spec.hidden).float(),
-        f"{prefix}_base": base.float(),
-        f"{prefix}_scale": draw.normal(f"{prefix}_scale", 3, std=0.1, mean=0.5).float(),
-    }
+    draw.add(f"{name}_fn", draw.linear(f"{name}_fn", mix, HC_MULT * spec.hidden).float())
+    draw.add(f"{name}_base", base.float())
+    draw.add(f"{name}_scale", draw.normal(f"{name}_scale", 3, std=0.1, mean=0.5).float())
 
 
-def around_attention(draw: Draw, prefix: str, spec: TinySizes, hashed: bool) -> dict[str, torch.Tensor]:
-    """Return norms, experts and hyper-connections of a layer."""
-    tensors = {
-        f"{prefix}.attn_norm.weight": draw.normal(f"{prefix}.attn_norm", spec.hidden, std=0.1, mean=1.0),
-        f"{prefix}.ffn_norm.weight": draw.normal(f"{prefix}.ffn_norm", spec.hidden, std=0.1, mean=1.0),
-    }
-    tensors |= _router(draw, f"{prefix}.ffn.gate", spec, hashed)
-    for expert in range(EXPERTS):
-        tensors |= _mlp(draw, f"{prefix}.ffn.experts.{expert}", spec)
-    tensors |= _mlp(draw, f"{prefix}.ffn.shared_experts", spec)
-    tensors |= _hyper_connection(draw, f"{prefix}.hc_attn", spec)
-    tensors |= _hyper_connection(draw, f"{prefix}.hc_ffn", spec)
-    return tensors
+def add_around_attention(draw: Draw, spec: TinySizes, hashed: bool) -> None:
+    """Add norms, experts and hyper-connections of a layer."""
+    draw.add_norm("attn_norm", spec.hidden)
+    draw.add_norm("ffn_norm", spec.hidden)
+    with draw.inside("ffn"):
+        with draw.inside("gate"):
+            _add_router(draw, spec, hashed)
+        for expert in (*(f"experts.{i}" for i in range(EXPERTS)), "shared_experts"):
+            with draw.inside(expert):
+                draw.add_linear("w1", EXPERT_WIDTH, spec.hidden)
+                draw.add_linear("w3", EXPERT_WIDTH, spec.hidden)
+                closed_to_classes(draw.add_linear("w2", spec.hidden, EXPERT_WIDTH, gain=MLP_GAIN))
+    _add_hyper_connection(draw, "hc_attn", spec)
+    _add_hyper_connection(draw, "hc_ffn", spec)
 
 
-def _layer(draw: Draw, prefix: str, spec: TinySpec, ratio: int, hashed: bool) -> dict[str, torch.Tensor]:
-    return _attention(draw, f"{prefix}.attn", spec, ratio) | around_attention(draw, prefix, spec, hashed)
+def _add_layer(draw: Draw, spec: TinySpec, ratio: int = 0, hashed: bool = False) -> None:
+    """Add a layer, by default that of a draft model: window only, with a learned router."""
+    with draw.inside("attn"):
+        _add_attention(draw, spec, ratio)
+    add_around_attention(draw, spec, hashed)
 
 
-def _collapse(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    """Return the tensors `{prefix}hc_head_*` that collapse the streams after the last layer."""
-    return {
-        f"{prefix}hc_head_fn": draw.linear(f"{prefix}hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float(),
-        f"{prefix}hc_head_base": draw.normal(f"{prefix}hc_head_base", HC_MULT, std=0.5).float(),
-        f"{prefix}hc_head_scale": draw.normal(f"{prefix}hc_head_scale", 1, std=0.1, mean=0.5).float(),
-    }
+def _add_collapse(draw: Draw, spec: TinySizes) -> None:
+    """Add the norm after the last layer, and the tensors that collapse its streams."""
+    draw.add_norm("norm", spec.hidden)
+    draw.add("hc_head_fn", draw.linear("hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float())
+    draw.add("hc_head_base", draw.normal("hc_head_base", HC_MULT, std=0.5).float())
+    draw.add("hc_head_scale", draw.normal("hc_head_scale", 1, std=0.1, mean=0.5).float())
 
 
-def norm_weight(draw: Draw, name: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    return {f"{name}.weight": draw.normal(name, spec.hidden, std=0.1, mean=1.0)}
-
-
-def _nextn(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
-    """Return the NextN block's tensors. Its layer is window-only and its router learned."""
+def _add_nextn(draw: Draw, spec: TinySpec) -> None:
+    """Add the NextN block."""
     hidden = spec.hidden
-    embedding = BLOCK_EMBEDDING_GAIN * torch.eye(hidden)
-    embedding += closed_to_classes(draw.linear("mtp.0.e_proj", hidden, hidden, gain=0.5)).float()
-    streams = closed_to_classes(draw.linear("mtp.0.h_proj", hidden, hidden, gain=BLOCK_STREAMS_GAIN))
-    return {
-        **norm_weight(draw, "mtp.0.enorm", spec),
-        **norm_weight(draw, "mtp.0.hnorm", spec),
-        "mtp.0.e_proj.weight": embedding.bfloat16(),
-        "mtp.0.h_proj.weight": streams,
-        **_layer(draw, "mtp.0", spec, ratio=0, hashed=False),
-        **norm_weight(draw, "mtp.0.norm", spec),
-        **_collapse(draw, "mtp.0.", spec),
-    }
+    with draw.inside("mtp.0"):
+        draw.add_norm("enorm", hidden)
+        draw.add_norm("hnorm", hidden)
+        embedding = BLOCK_EMBEDDING_GAIN * torch.eye(hidden)
+        embedding += closed_to_classes(draw.linear("e_proj", hidden, hidden, gain=0.5)).float()
+        draw.add("e_proj.weight", embedding.bfloat16())
+        closed_to_classes(draw.add_linear("h_proj", hidden, hidden, gain=BLOCK_STREAMS_GAIN))
+        _add_layer(draw, spec)
+        _add_collapse(draw, spec)
 
 
-def _dspark(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
-    """Return the tensors of a DSPARK head.
+def _add_dspark(draw: Draw, spec: TinySpec) -> None:
+    """Add a DSPARK head.
 
     It has stages, the projection of the target's streams to the first one and, after the last one, a collapse, a
     first-order bias `markov_w2 @ markov_w1[previous token]`, and the confidence in each token.
     """
-    last = f"mtp.{DSPARK_STAGES - 1}"
-    tensors: dict[str, torch.Tensor] = {}
-    for stage in range(DSPARK_STAGES):
-        tensors |= _layer(draw, f"mtp.{stage}", spec, ratio=0, hashed=False)
-    tensors["mtp.0.main_proj.weight"] = draw.linear("mtp.0.main_proj", spec.hidden, DSPARK_STAGES * spec.hidden)
-    markov, confidence = f"{last}.markov_head", f"{last}.confidence_head.proj"
-    of_previous = draw.normal(f"{markov}.markov_w1", spec.vocab, MARKOV_RANK, std=1.0)
-    biases = draw.linear(f"{markov}.markov_w2", spec.vocab, MARKOV_RANK)
     cycle = _cycle(draw, spec)
-    biases[cycle.roll(-1)] += MARKOV_GAIN * of_previous[cycle]
-    return {
-        **tensors,
-        **norm_weight(draw, "mtp.0.main_norm", spec),
-        **norm_weight(draw, f"{last}.norm", spec),
-        **_collapse(draw, f"{last}.", spec),
-        f"{markov}.markov_w1.weight": of_previous,
-        f"{markov}.markov_w2.weight": biases,
-        f"{confidence}.weight": draw.linear(confidence, 1, spec.hidden + MARKOV_RANK).float(),
-    }
+    for stage in range(DSPARK_STAGES):
+        with draw.inside(f"mtp.{stage}"):
+            _add_layer(draw, spec)
+    with draw.inside("mtp.0"):
+        draw.add_linear("main_proj", spec.hidden, DSPARK_STAGES * spec.hidden)
+        draw.add_norm("main_norm", spec.hidden)
+    with draw.inside(f"mtp.{DSPARK_STAGES - 1}"):
+        of_previous = draw.normal("markov_head.markov_w1", spec.vocab, MARKOV_RANK, std=1.0)
+        draw.add("markov_head.markov_w1.weight", of_previous)
+        biases = draw.add_linear("markov_head.markov_w2", spec.vocab, MARKOV_RANK)
+        biases[cycle.roll(-1)] += MARKOV_GAIN * of_previous[cycle]
+        confidence = draw.linear("confidence_head.proj", 1, spec.hidden + MARKOV_RANK)
+        draw.add("confidence_head.proj.weight", confidence.float())
+        _add_collapse(draw, spec)
 
 
-def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) in file order: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
+def tiny_tensors(spec: TinySpec) -> dict[str, torch.Tensor]:
+    """Return the tensors by name: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
     draw = Draw(spec.seed)
-    embedding, head = token_embedding(draw, spec), output_head(draw, spec)
+    embedding = draw.add("embed.weight", token_embedding(draw, spec))
+    head = output_head(draw, spec)
     if spec.nextn or spec.dspark is not None:
         head = (head.float() + _succession(draw, spec, embedding)).bfloat16()
-    yield "embed.weight", embedding
+    draw.add("head.weight", head)
     for layer, ratio in enumerate(spec.ratios):
-        yield from _layer(draw, f"layers.{layer}", spec, ratio, hashed=layer < spec.hash_layers).items()
-    yield from norm_weight(draw, "norm", spec).items()
-    yield "head.weight", head
-    yield from _collapse(draw, "", spec).items()
+        with draw.inside(f"layers.{layer}"):
+            _add_layer(draw, spec, ratio, hashed=layer < spec.hash_layers)
+    _add_collapse(draw, spec)
     if spec.nextn:
-        yield from _nextn(draw, spec).items()
+        _add_nextn(draw, spec)
     if spec.dspark is not None:
-        yield from _dspark(draw, spec).items()
+        _add_dspark(draw, spec)
+    return draw.weights
 
 
 def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:
@@ -441,16 +453,14 @@ def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:
     return write_checkpoint(Path(folder), spec, config_json(spec), tiny_tensors(spec))
 
 
-def write_checkpoint(
-    folder: Path, spec: TinySizes, config: dict[str, Any], tensors: Iterator[tuple[str, torch.Tensor]]
-) -> Path:
+def write_checkpoint(folder: Path, spec: TinySizes, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
     """Write the files of `make_tiny`. config.json is the last one, so a folder that has it is complete.
 
     Args:
         folder: created if missing.
         spec: options of the checkpoint.
         config: contents of config.json.
-        tensors: names and tensors in file order.
+        tensors: tensors by name.
 
     Raises:
         FileExistsError: `folder` has files that do not belong to such a checkpoint.
@@ -461,7 +471,7 @@ def write_checkpoint(
     if foreign:
         raise FileExistsError(f"{folder} contains other files ({', '.join(foreign[:4])}): give an empty or new folder")
     (folder / "config.json").unlink(missing_ok=True)
-    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, spec.vocab, spec.context)
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -11,7 +11,6 @@ entries of one layer move it by 0.01 to 0.1 (tests/test_make_tiny.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,12 @@ import torch
 from dsv4_sglang.testing.tiny import (
     HEAD_DIM,
     INDEX_DIM,
-    Q_LORA,
     Draw,
     TinySizes,
-    around_attention,
-    attention_projections,
+    add_around_attention,
+    add_attention_projections,
+    add_indexer_projections,
     common_config,
-    norm_weight,
     output_head,
     token_embedding,
     write_checkpoint,
@@ -82,41 +80,37 @@ def config_json(spec: TinyV41Spec) -> dict[str, Any]:
     return {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": text}
 
 
-def _attention(draw: Draw, prefix: str, spec: TinyV41Spec, layer: int) -> dict[str, torch.Tensor]:
-    tensors = attention_projections(draw, prefix, spec)
-    ratio, compressor, indexer = RATIOS[layer], f"{prefix}.compressor", f"{prefix}.indexer"
+def _add_attention(draw: Draw, spec: TinyV41Spec, layer: int) -> None:
+    add_attention_projections(draw, spec)
     if layer in KV_SOURCES:
-        tensors[f"{compressor}.wkv.weight"] = draw.linear(f"{compressor}.wkv", HEAD_DIM, spec.hidden)
-        if ratio > 1:
-            tensors[f"{compressor}.wgate.weight"] = draw.linear(f"{compressor}.wgate", HEAD_DIM, spec.hidden, gain=1.5)
-        norm = draw.normal(f"{compressor}.norm", HEAD_DIM, std=0.1 * ENTRY_GAIN, mean=ENTRY_GAIN)
-        tensors[f"{compressor}.norm.weight"] = norm
-        tensors[f"{indexer}.wk.weight"] = draw.linear(f"{indexer}.wk", INDEX_DIM, HEAD_DIM)
-        tensors[f"{indexer}.k_norm.weight"] = draw.normal(f"{indexer}.k_norm", INDEX_DIM, std=0.1, mean=1.0)
-    if layer in INDEX_SOURCES:
-        tensors[f"{indexer}.wq_b.weight"] = draw.linear(f"{indexer}.wq_b", INDEX_HEADS * INDEX_DIM, Q_LORA)
-        tensors[f"{indexer}.weights_proj.weight"] = draw.linear(f"{indexer}.weights_proj", INDEX_HEADS, spec.hidden)
-    tensors[f"{prefix}.wo_b.weight"] *= ATTENTION_SHARE
-    return tensors
+        with draw.inside("compressor"):
+            draw.add_linear("wkv", HEAD_DIM, spec.hidden)
+            if RATIOS[layer] > 1:
+                draw.add_linear("wgate", HEAD_DIM, spec.hidden, gain=1.5)
+            draw.add_norm("norm", HEAD_DIM, ENTRY_GAIN)
+    with draw.inside("indexer"):
+        if layer in KV_SOURCES:
+            draw.add_linear("wk", INDEX_DIM, HEAD_DIM)
+            draw.add_norm("k_norm", INDEX_DIM)
+        if layer in INDEX_SOURCES:
+            add_indexer_projections(draw, spec, INDEX_HEADS)
 
 
-def _around_attention(draw: Draw, prefix: str, spec: TinyV41Spec) -> dict[str, torch.Tensor]:
-    tensors = around_attention(draw, prefix, spec, hashed=False)
-    for name, tensor in tensors.items():
-        if name.endswith(".w2.weight"):
-            tensor *= EXPERTS_SHARE
-    return tensors
-
-
-def tiny_v41_tensors(spec: TinyV41Spec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) in file order: bf16 weights, fp32 where the release has fp32."""
+def tiny_v41_tensors(spec: TinyV41Spec) -> dict[str, torch.Tensor]:
+    """Return the tensors by name: bf16 weights, fp32 where the release has fp32."""
     draw = Draw(spec.seed)
-    yield "embed.weight", token_embedding(draw, spec)
+    draw.add("embed.weight", token_embedding(draw, spec))
+    draw.add("head.weight", output_head(draw, spec))
+    draw.add_norm("norm", spec.hidden)
     for layer in range(len(RATIOS)):
-        yield from _attention(draw, f"layers.{layer}.attn", spec, layer).items()
-        yield from _around_attention(draw, f"layers.{layer}", spec).items()
-    yield from norm_weight(draw, "norm", spec).items()
-    yield "head.weight", output_head(draw, spec)
+        with draw.inside(f"layers.{layer}"):
+            with draw.inside("attn"):
+                _add_attention(draw, spec, layer)
+            add_around_attention(draw, spec, hashed=False)
+    for name, tensor in draw.weights.items():
+        if name.endswith(("attn.wo_b.weight", ".w2.weight")):
+            tensor *= ATTENTION_SHARE if name.endswith("attn.wo_b.weight") else EXPERTS_SHARE
+    return draw.weights
 
 
 def make_tiny_v41(folder: str | Path, spec: TinyV41Spec | None = None) -> Path:

@@ -31,15 +31,6 @@ CHAT_SPECIALS = (
 NUM_BYTES = 256
 MIN_VOCAB = len(LEADING_SPECIALS) + NUM_BYTES + len(CHAT_SPECIALS)
 
-# Sufficient for a program that uses Hugging Face files directly. SGLang encodes DeepSeek-V4 chats itself.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'assistant' %}{{ '<｜Assistant｜></think>' + m['content'] + eos_token }}"
-    "{% elif m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
-    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}"
-)
-
 
 def build_vocab(vocab_size: int) -> dict[str, int]:
     """Return token -> id: leading specials, one token per byte, chat markers, placeholders up to `vocab_size`.
@@ -78,6 +69,5 @@ def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
         "pad_token": PAD,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

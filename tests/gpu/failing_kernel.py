@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from kernel_cases import DEVICE, Layer, Step, ops
 from test_append_swa_cuda import Ring, rows
-from test_append_v41_cuda import EPS, Case
+from test_append_v41_cuda import Case
 
 from dsv4_sglang.ops import cuda_index
 
@@ -35,8 +35,8 @@ def calls() -> dict[str, Callable[[], object]]:
     batch, inputs, window = step.on(DEVICE)
     ring = Ring.make(2).on(DEVICE)
     kv, zeros = rows(2).to(DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    read, written = Case(1, DECODE, decode=True).on(DEVICE)
-    v41 = [read[name] for name in ("slots", "prefix_lens", "query_start", "token_request", "out_loc")]
+    case = Case(1, DECODE, decode=True)
+    read, written = case.on(DEVICE)
     pair = zeros[:1], zeros[:1] + 1
     table = torch.zeros(4, 300, dtype=torch.int32, device=DEVICE)
     pool, slices = torch.zeros(8, 64, device=DEVICE), torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
@@ -46,19 +46,14 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "append": lambda: Step.call(op, layer, batch, inputs, window),
         "append_swa": lambda: ring.append(op, kv, zeros, zeros),
-        "append_v41": lambda: op.append_v41(
-            read["kv"], read["compressor"], read["kv_norm"], read["latent_norm"], read["rope"], EPS, 1, *v41, None,
-            written["ring"], None, written["entries"], written["latents"], None,
-        ),
-        "append_v41_keys": lambda: op.append_v41_keys(
-            read["keys"], read["key_norm"], read["rope"], EPS, 1, *v41, written["index_keys"]
-        ),
+        "append_v41": lambda: case.append(op, read, written),
+        "append_v41_keys": lambda: case.append_keys(op, read, written),
         "copy_state": lambda: op.copy_state(*pair, [layer.tables["ring"][None]]),
         "update_rows": lambda: op.update_rows(pool, pool, slices, zeros[:1]),
         "gather_tables": lambda: op.gather_tables(block, block, zeros, table, zeros, table),
         "swap_blocks": lambda: op.swap_blocks([pool], host, block, row, True, [0]),
         "index_query": lambda: cuda_index.index_topk(*arguments),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

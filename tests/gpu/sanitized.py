@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
+from test_append_swa_cuda import Ring, rows
 from test_append_v41_cuda import Case
 
 from dsv4_sglang.formats import KeyFormat
@@ -35,28 +36,17 @@ def main() -> None:
         for requests, decode, draft_tokens in ((DECODE, True, 0), (VERIFY, True, 4), (PREFILL, False, 0)):
             case = Case(ratio, requests, decode, draft_tokens)
             case.run(op, *case.on(DEVICE))
-    ring = torch.zeros(4, 128 * 584, dtype=torch.uint8, device=DEVICE)
-    op.append_swa(
-        torch.randn(200, 512, device=DEVICE).bfloat16(),
-        torch.arange(200, dtype=torch.int32, device=DEVICE) % 3,
-        torch.arange(200, dtype=torch.int32, device=DEVICE),
-        ring.as_strided((4, 128, 448), (128 * 584, 576, 1)),
-        ring.view(torch.bfloat16).as_strided((4, 128, 64), (64 * 584, 288, 1), 224),
-        ring.view(torch.float8_e8m0fnu).as_strided((4, 128), (128 * 584, 8), 128 * 576),
-        torch.zeros(4, 128, dtype=torch.int32, device=DEVICE),
-        torch.zeros(4, dtype=torch.int32, device=DEVICE),
-        64,
-    )
+    Ring.make(4).on(DEVICE).append(op, rows(200), torch.arange(200) % 3, torch.arange(200))
     state = [torch.randn(3, 5, 4000, device=DEVICE), torch.randn(1, 5, device=DEVICE)]
     op.copy_state(*(torch.tensor(i, dtype=torch.int32, device=DEVICE) for i in ([0, 1, -1], [3, 4, 2])), state)
     table = torch.arange(2 * 3000, dtype=torch.int32, device=DEVICE).view(2, 3000)
     ints = [torch.tensor(i, device=DEVICE) for i in ([1, 0], [2999, 129])]
     op.gather_tables(*ints, table[0, :2].clone(), table, table.new_zeros(3), table.new_zeros(3, 64))
-    pool, rows = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
+    pool, new = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
     slices = torch.tensor([[3, 40, 0], [0, 8, 0], [8, 10, 99]], device=DEVICE)
     rejected = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for count in (2, 3):  # the third slice is out of the pool's bounds
-        op.update_rows(pool, rows, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), rejected)
+        op.update_rows(pool, new, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), rejected)
         assert int(rejected) == (-1 if count == 2 else 2)
     host = torch.zeros(30, 1168 + 24, dtype=torch.uint8).pin_memory()
     device = torch.zeros(30, 1168, dtype=torch.uint8, device=DEVICE)

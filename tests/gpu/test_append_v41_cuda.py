@@ -5,10 +5,9 @@ tests/test_v41.py compares the reference with DeepSeek's formulas. Tables start 
 
 import itertools
 
-import kernel_cases
 import pytest
 import torch
-from kernel_cases import MAX_SHARE, POSITIONS, copied, ops, recorded, tokens_of
+from kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, recorded, tokens_of
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401
@@ -16,6 +15,7 @@ from dsv4_sglang.model.v41 import pair_rows
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-20
+BATCH = ("slots", "prefix_lens", "query_start", "token_request", "out_loc")
 
 
 class Case:
@@ -76,45 +76,48 @@ class Case:
     def on(self, device) -> tuple[dict, dict]:
         return copied(self.read, device), copied(self.written, device)
 
-    def run(self, implementation, read: dict, written: dict) -> None:
-        batch = [read[name] for name in ("slots", "prefix_lens", "query_start", "token_request", "out_loc")]
+    def append(self, implementation, read: dict, written: dict) -> None:
         implementation.append_v41(
             read["kv"], read["compressor"], read["kv_norm"], read["latent_norm"], read["rope"], EPS, self.ratio,
-            *batch, read["track"], written["ring"], written["compressor_state"], written["entries"], written["latents"],
-            written["window"],
+            *(read[name] for name in BATCH), read["track"], written["ring"], written["compressor_state"],
+            written["entries"], written["latents"], written["window"],
         )  # fmt: skip
+
+    def append_keys(self, implementation, read: dict, written: dict) -> None:
+        batch = (read[name] for name in BATCH)
+        implementation.append_v41_keys(
+            read["keys"], read["key_norm"], read["rope"], EPS, self.ratio, *batch, written["index_keys"]
+        )
+
+    def run(self, implementation, read: dict, written: dict) -> None:
+        self.append(implementation, read, written)
         if self.ratio:
-            implementation.append_v41_keys(
-                read["keys"], read["key_norm"], read["rope"], EPS, self.ratio, *batch, written["index_keys"]
-            )
+            self.append_keys(implementation, read, written)
 
     def check(self) -> None:
-        cpu, gpu = self.on("cpu"), self.on(kernel_cases.DEVICE)
+        cpu, gpu = self.on("cpu"), self.on(DEVICE)
         self.run(torch.ops.dsv4_sglang, *cpu)
         self.run(ops(), *gpu)
         compare(gpu[1], cpu[1])
 
 
 def compare(got: dict, expected: dict) -> None:
-    for name, table in expected.items():
-        if table is None:
+    for name, b in expected.items():
+        if b is None:
             continue
-        a, b = got[name].cpu(), table
+        a = got[name].cpu()
         if name == "compressor_state":
             assert torch.equal(a, b), "a token that waits for its partner is copied"
-            continue
-        if name == "latents":  # the last bit of a sum may decide the rounding to bf16
+        elif name == "latents":  # the last bit of a sum may decide the rounding to bf16
             apart = (a.float() - b.float()).abs()
             assert (apart > 0).float().mean() <= 1e-3 and (apart <= 2.0**-7 * b.float().abs()).all()
-            continue
-        wrong = (a != b).nonzero()
-        assert len(wrong) <= MAX_SHARE * a.numel() + 1, (
-            f"{name}: {len(wrong)} of {a.numel()}, first {wrong[0].tolist()}"
-        )
+        else:
+            wrong = (a != b).nonzero()
+            assert len(wrong) <= MAX_SHARE * a.numel() + 1, f"{name}: {len(wrong)} differ, first {wrong[0].tolist()}"
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])
-@pytest.mark.parametrize("batch", [1, 2, 16, 64])
+@pytest.mark.parametrize("batch", [1, 64])
 def test_decode(ratio, batch):
     g = torch.Generator().manual_seed(batch)
     lengths = torch.randint(0, 900, (batch,), generator=g).tolist()
@@ -123,7 +126,7 @@ def test_decode(ratio, batch):
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])
-@pytest.mark.parametrize("d", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("d", [2, 5, 8])
 def test_decode_with_drafts(ratio, d):
     requests = [(b + 1, length, d) for b, length in enumerate((0, 1, 2, 125, 126, 127, 128, 400, 401))]
     Case(ratio, requests, decode=True, draft_tokens=d).check()
@@ -133,12 +136,11 @@ def test_decode_with_drafts(ratio, d):
 @pytest.mark.parametrize(
     "requests",
     [
-        [(1, 0, 1)],
         [(1, 0, 300), (2, 0, 1), (3, 0, 2)],
         [(1, 1, 1), (2, 1, 2), (3, 127, 129), (4, 128, 128), (5, 129, 127), (6, 131, 1), (-1, 50, 70)],
         [(3, 700, 500), (1, 40, 30), (2, 255, 1), (4, 99, 0), (5, 301, 128)],
     ],
-    ids=["token", "fresh", "edges", "chunks"],
+    ids=["fresh", "edges", "chunks"],
 )
 @pytest.mark.parametrize("draft_tokens", [0, 5])
 def test_prefill(ratio, requests, draft_tokens):
@@ -148,7 +150,7 @@ def test_prefill(ratio, requests, draft_tokens):
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_the_same_bytes_every_time(ratio):
     case = Case(ratio, [(1, 3, 700), (2, 1, 333), (3, 64, 64)], decode=False)
-    runs = [case.on(kernel_cases.DEVICE) for _ in range(3)]
+    runs = [case.on(DEVICE) for _ in range(3)]
     for run in runs:
         case.run(ops(), *run)
     for _, written in runs[1:]:
@@ -159,9 +161,9 @@ def test_graph_replay():
     case, other = (
         Case(2, [(1, n, 1), (2, n + 1, 1), (3, n + 7, 1)], decode=True, seed=seed) for seed, n in ((0, 8), (1, 40))
     )
-    read, written = case.on(kernel_cases.DEVICE)
+    read, written = case.on(DEVICE)
     graph, _ = recorded(lambda: case.run(torch.ops.dsv4_sglang, read, written))
-    start = case.on(kernel_cases.DEVICE)[1]
+    start = case.on(DEVICE)[1]
     for name in ("kv", "compressor", "keys", "prefix_lens"):
         read[name].copy_(other.read[name])
     read["out_loc"].copy_(torch.tensor([40, 128 + 41, 2 * 128 + 47]))
@@ -179,7 +181,7 @@ def test_errors_name_the_tensor():
     with pytest.raises(
         RuntimeError, match="append_v41: 2 tokens of each request without `window`, but ring has 128 rows"
     ):
-        case.run(ops(), *case.on(kernel_cases.DEVICE))
+        case.run(ops(), *case.on(DEVICE))
     case = Case(2, [(1, 3, 1)], decode=True)
     for name, change, said in (
         ("kv", lambda t: t.float(), "append_v41: kv is Float"),
@@ -188,11 +190,11 @@ def test_errors_name_the_tensor():
         ("entries", lambda t: t[:, :32], r"append_v41: entries is Byte .*expected Byte \[any, 64, 288\]"),
         ("index_keys", lambda t: t.float(), r"append_v41_keys: index_keys is Float"),
     ):
-        read, written = case.on(kernel_cases.DEVICE)
+        read, written = case.on(DEVICE)
         tensors = read if name in read else written
         tensors[name] = change(tensors[name])
         with pytest.raises(RuntimeError, match=said):
             case.run(ops(), read, written)
     case.ratio = 3
     with pytest.raises(RuntimeError, match="append_v41: ratio is 3; expected 0, 1 or 2"):
-        case.run(ops(), *case.on(kernel_cases.DEVICE))
+        case.run(ops(), *case.on(DEVICE))

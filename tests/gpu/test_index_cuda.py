@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import IndexCase, assert_selects, index_case
-from kernel_cases import recorded
+from kernel_cases import ops, recorded
 
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops import cuda_index
@@ -42,14 +42,10 @@ def prepared_query(q: torch.Tensor, case: IndexCase, key_format: KeyFormat) -> t
     return prepared.float()
 
 
-def device_query(case: IndexCase) -> torch.Tensor:
-    return prepared_query(case.q, case, case.key_format)
-
-
 def check(case: IndexCase, exact: bool, **options) -> None:
     args = case.args("cuda", **options)
     cuda_index.index_topk(*args)
-    assert_selects(args[-1], case, exact, device_query(case))
+    assert_selects(args[-1], case, exact, prepared_query(case.q, case, case.key_format))
 
 
 @pytest.mark.parametrize("heads", [64, 32, 4, 20])
@@ -79,10 +75,6 @@ def test_long_decode():
     case = index_case(lens=decode(40000, 17000, 100, 16385, 16384), heads=64, top=512)
     check(case, True)
     check(case, True, width=262144)
-
-
-def test_many_requests():
-    check(index_case(lens=decode(*range(500, 756)), heads=64, top=512), True)
 
 
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
@@ -133,13 +125,6 @@ def test_ties_and_signs(weights, repeat):
     check(index_case(lens=[(2000, 2040)], heads=16, top=64, weights=weights, repeat_keys=repeat), True)
 
 
-@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
-@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
-def test_formats(key_format, q_dtype):
-    lens = [*decode(3000, 600), (900, 950)]
-    check(index_case(lens=lens, heads=64, top=128, key_format=key_format, q_dtype=q_dtype, weights="random"), False)
-
-
 @pytest.mark.parametrize("lens", [decode(700, 64, 65), [(300, 340), (9, 12)]], ids=["decode", "prefill"])
 def test_fp32_keys(lens):
     check(
@@ -173,40 +158,23 @@ def test_query(key_format):
 
 @pytest.mark.parametrize("lens", [decode(3000, 600, 129), [(900, 950), (40, 44)]], ids=["decode", "prefill"])
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
-def test_scores(lens, key_format):
-    case = index_case(lens=lens, heads=64, top=8, key_format=key_format, weights="random")
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+def test_scores(lens, key_format, q_dtype):
+    case = index_case(lens=lens, heads=64, top=8, key_format=key_format, q_dtype=q_dtype, weights="random")
     args = case.args("cuda")
     cuda_index.index_topk(*args)
-    got, query = args[-2].cpu().double(), device_query(case)
+    got, query = args[-2].cpu().double(), prepared_query(case.q, case, case.key_format)
     for t in range(len(case.positions)):
         n = int(case.visible[t])
         expected = case.scores(t, query)
         error = (got[t, :n] - expected).abs() / expected.abs().max()
-        assert error.max() < 1e-5, (
-            f"token {t}, visible {n}: largest error {error.max():.3g} at entry {int(error.argmax())}, "
-            f"median {error.median():.3g}; "
-            f"got {got[t, :4].tolist()}, expected {expected[:4].tolist()}; "
-            f"entries that differ {(error >= 1e-5).nonzero().flatten().tolist()[:16]}"
-        )
+        assert error.max() < 1e-5, f"token {t}, visible {n}: error {error.max():.3g} at entry {int(error.argmax())}"
         assert got[t, n:].isnan().all(), f"token {t}: wrote after the {n} visible entries"
 
 
 @pytest.mark.parametrize(
     "width, top",
-    [
-        (70000, 1024),
-        (262144, 512),
-        (20001, 2048),
-        (4096, 512),
-        (4097, 1),
-        (8192, 1024),
-        (8193, 512),
-        (16384, 512),
-        (16385, 512),
-        (3000, 512),
-        (300000, 1024),
-        (40, 8),
-    ],
+    [(40, 8), (4097, 1), (8192, 1024), (16384, 512), (16385, 512), (20001, 2048), (300000, 1024)],
 )
 @pytest.mark.parametrize("copies", [1, 40], ids=["few", "many"])
 def test_select(width, top, copies):
@@ -228,16 +196,13 @@ def test_select(width, top, copies):
     table = torch.arange(-(-width // 32)).int().expand(cases, -1).contiguous()
     rows = torch.full((cases * copies, top), -7, dtype=torch.int32, device="cuda")
     owners, positions = torch.arange(cases).int().repeat(copies), (visible * 4 + 2).repeat(copies)
-    cuda_index.select(scores.repeat(copies, 1).cuda(), table.cuda(), owners.cuda(), positions.cuda(), rows)
+    arguments = scores.repeat(copies, 1), table, owners, positions
+    ops().index_select(*(t.cuda() for t in arguments), rows)
     rows = rows.cpu()
     assert torch.equal(rows, rows[:cases].repeat(copies, 1)), "equal tokens have different rows"
     for t, n in enumerate(visible.tolist()):
         expected = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
-        wrong = (rows[t, : len(expected)] != expected).nonzero().flatten().tolist()
-        assert not wrong, (
-            f"token {t}, visible {n}: {len(wrong)} places differ, first {wrong[0]}: "
-            f"{rows[t, wrong[:4]]}, expected {expected[wrong[:4]]}"
-        )
+        assert torch.equal(rows[t, : len(expected)].long(), expected), f"token {t}, visible {n}"
         assert (rows[t, len(expected) :] == -1).all()
 
 
@@ -271,7 +236,7 @@ def test_cuda_graph_with_other_lengths():
             to[tuple(slice(n) for n in value.shape)].copy_(value)
         graph.replay()
         torch.cuda.synchronize()
-        assert_selects(rows, case, True, device_query(case))
+        assert_selects(rows, case, True, prepared_query(case.q, case, case.key_format))
         first = rows.clone()
         graph.replay()
         assert torch.equal(first, rows), "two replays differ"

@@ -14,9 +14,9 @@ that needs (`model.geometry.state_rows`). To roll back tokens, begin the next st
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
 from dsv4_sglang.formats.index_keys import INDEX_DIM, hadamard
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM, quantise_nope
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, quantise_e4m3
 from dsv4_sglang.model.geometry import (
     BLOCK_TOKENS,
     CSA_COMPRESSOR_STATES,
@@ -27,15 +27,8 @@ from dsv4_sglang.model.geometry import (
     WINDOW,
     CsaCompressorState,
 )
-from dsv4_sglang.ops.reference.chunks import (
-    Chunk,
-    check,
-    check_step,
-    make_chunks,
-    token_positions,
-    write_window,
-)
-from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
+from dsv4_sglang.ops.reference.chunks import Chunk, check, check_step, make_chunks, token_positions, write_window
+from dsv4_sglang.ops.rope import normalise_and_rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 NEG_INF = float("-inf")
@@ -52,8 +45,12 @@ def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
     return rings
 
 
-def _hca_draft_tokens(compressor_state: Tensor) -> int:
-    """Return the tokens per request that a decode step may write to an HCA compressor state."""
+def _state_draft_tokens(ratio: int, compressor_state: Tensor | None) -> int:
+    """Return the tokens per request that a decode step may write to a compressor state."""
+    if ratio == 0 or compressor_state is None:
+        return 1
+    if ratio == CSA_RATIO:
+        return _csa_compressor_state(compressor_state).draft_tokens
     rows = compressor_state.shape[1]
     check(
         "append",
@@ -63,70 +60,46 @@ def _hca_draft_tokens(compressor_state: Tensor) -> int:
     return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
 
 
-def _pool(z: Tensor, k: Tensor) -> Tensor:
-    """Return the per-channel softmax pooling of each window: z, k [windows, rows, D] -> [windows, D] (SPEC 3.2,
-    3.3).
+def _pool(kz: Tensor) -> Tensor:
+    """Return the per-channel softmax pooling of windows (SPEC 3.2, 3.3): k and z [2, windows, rows, D] ->
+    [windows, D].
     """
+    k, z = kz
     return (z.softmax(1) * k).sum(1)
 
 
-def _csa_pool(
-    chunk: Chunk,
-    score: Tensor,
-    ape: Tensor,
-    compressor_state: Tensor,
-    rings: CsaCompressorState,
-    tracked: Tensor | None,
-) -> Tensor:
+def _csa_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor, tracked: Tensor | None) -> Tensor:
     """Pool the CSA windows that the chunk completes, then update the compressor state.
 
     `compressor_state` [slots, rows, D] is that of one compressor.
     """
-    dim = compressor_state.shape[-1]
+    dim, rings = compressor_state.shape[-1], _csa_compressor_state(compressor_state)
+    current, previous = compressor_state.split([rings.previous_k, rings.rows - rings.previous_k], 1)
     positions = chunk.positions
-    k_prev, k_cur, z_prev, z_cur = score[chunk.begin : chunk.end].float().split(dim, -1)
-    bias = ape.float()[positions % CSA_RATIO]
-    z_prev, z_cur = z_prev + bias[:, :dim], z_cur + bias[:, dim:]
-    state = compressor_state[chunk.slot]
+    # [k_prev | k_cur | z_prev | z_cur] of each token -> [previous or current stream, k or z, token, dim].
+    streams = score[chunk.begin : chunk.end].float().unflatten(-1, (2, 2, dim)).permute(2, 1, 0, 3).clone()
+    streams[:, 1] += ape.float()[positions % CSA_RATIO].unflatten(-1, (2, dim)).transpose(0, 1)
     first = chunk.length // CSA_RATIO  # the open window at `length`
-    # Arrange previous and current streams from position 4 (first - 1), the first one that pooling reads.
-    start = CSA_RATIO * (first - 1)
-    stop = chunk.length + chunk.count
-    k_p, k_c = torch.zeros(stop - start, dim), torch.zeros(stop - start, dim)
-    z_p, z_c = torch.full((stop - start, dim), NEG_INF), torch.full((stop - start, dim), NEG_INF)
-    old = torch.arange(max(0, start), chunk.length)
-    k_p[old - start], z_p[old - start] = (
-        state[rings.previous_k + old % rings.previous],
-        state[rings.previous_z + old % rings.previous],
-    )
-    old = torch.arange(CSA_RATIO * first, chunk.length)
-    k_c[old - start], z_c[old - start] = state[old % rings.current], state[rings.current_z + old % rings.current]
-    new = positions - start
-    k_p[new], z_p[new], k_c[new], z_c[new] = k_prev, z_prev, k_cur, z_cur
-
-    closed = torch.arange((stop - chunk.own) // CSA_RATIO, stop // CSA_RATIO) - first
-    windows = CSA_RATIO * closed[:, None] + torch.arange(CSA_RATIO)
-    pooled = _pool(
-        torch.cat([z_p[windows], z_c[windows + CSA_RATIO]], 1), torch.cat([k_p[windows], k_c[windows + CSA_RATIO]], 1)
-    )
-
-    # Older rows are dead: only three rows of the open window and seven of the previous stream are live.
-    at, rows = chunk.latest(CSA_RATIO)
-    at, rows = at % rings.current, slice(rows.start - chunk.begin, None)
-    state[at], state[rings.current_z + at] = k_cur[rows], z_cur[rows]
-    at, rows = chunk.latest(2 * CSA_RATIO)
-    at, rows = at % rings.previous, slice(rows.start - chunk.begin, None)
-    state[rings.previous_k + at], state[rings.previous_z + at] = k_prev[rows], z_prev[rows]
+    # Arrange both streams from the first position that pooling reads. The previous stream is one window behind.
+    start, stop = CSA_RATIO * (first - 1), chunk.length + chunk.count
+    arranged = torch.zeros(2, 2, stop - start, dim)
+    arranged[:, 1] = NEG_INF
+    # Older rows are dead: only seven rows of the previous stream and three of the open window are live.
+    for kz, new, state, live in zip(arranged, streams, (previous, current), (2 * CSA_RATIO, CSA_RATIO)):
+        ring = state[chunk.slot].unflatten(0, (2, -1))
+        old = torch.arange(max(0, CSA_RATIO * (first + 1) - live), chunk.length)
+        kz[:, old - start] = ring[:, old % ring.shape[1]]
+        kz[:, positions - start] = new
+        at, _ = chunk.latest(live)
+        ring[:, at % ring.shape[1]] = new[:, -len(at) :]
     if tracked is not None:  # a snapshot ends at a multiple of 128, where only the last 4 previous rows are live
         at, rows = chunk.latest(chunk.own)
-        last = torch.nonzero((tracked[rows] >= 0) & (at % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)).squeeze(-1)
-        target, at = tracked[rows][last].long(), at[last] % rings.previous
-        last += rows.start - chunk.begin
-        compressor_state[target, rings.previous_k + at], compressor_state[target, rings.previous_z + at] = (
-            k_prev[last],
-            z_prev[last],
-        )
-    return pooled
+        kept = (tracked[rows] >= 0) & (at % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)
+        slots, at, new = tracked[rows][kept].long(), at[kept], streams[0][:, -chunk.own :][:, kept]
+        previous.unflatten(1, (2, -1))[slots, :, at % rings.previous] = new.transpose(0, 1)
+    closed = torch.arange((stop - chunk.own) // CSA_RATIO, stop // CSA_RATIO) - first
+    windows = CSA_RATIO * closed[:, None] + torch.arange(CSA_RATIO)
+    return _pool(torch.cat([arranged[0][:, windows], arranged[1][:, windows + CSA_RATIO]], 2))
 
 
 def _hca_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor) -> Tensor:
@@ -137,43 +110,45 @@ def _hca_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor
     """
     dim = compressor_state.shape[-1]
     k, z = score[chunk.begin : chunk.end].float().split(dim, -1)
-    z = z + ape.float()[chunk.positions % HCA_RATIO]
+    kz = torch.stack([k, z + ape.float()[chunk.positions % HCA_RATIO]])
     state = compressor_state[chunk.slot]
     pool = _hca_pool_raw if len(state) == HCA_RAW_ROWS else _hca_pool_online
-    pooled = pool(chunk, k, z, state)
+    pooled = pool(chunk, kz, state)
     return torch.stack(pooled) if pooled else k.new_empty(0, dim)
 
 
-def _hca_pool_raw(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
+def _hca_pool_raw(chunk: Chunk, kz: Tensor, state: Tensor) -> list[Tensor]:
     """Store k and z of the chunk's tokens in the raw state. Return the pooled completed windows, [D] each."""
+    state = state.unflatten(0, (2, HCA_RATIO))
     open_rows = chunk.length % HCA_RATIO
     pooled, begin = [], 0
     while begin < chunk.count:
         end = min(chunk.count, begin + HCA_RATIO - open_rows)
-        k_w = torch.cat([state[:open_rows], k[begin:end]])
-        z_w = torch.cat([state[HCA_RATIO : HCA_RATIO + open_rows], z[begin:end]])
-        state[: len(k_w)], state[HCA_RATIO : HCA_RATIO + len(z_w)] = k_w, z_w
-        if len(k_w) == HCA_RATIO:
-            pooled.append(_pool(z_w[None], k_w[None])[0])
+        window = torch.cat([state[:, :open_rows], kz[:, begin:end]], 1)
+        rows = window.shape[1]
+        state[:, :rows] = window
+        if rows == HCA_RATIO:
+            pooled.append(_pool(window[:, None])[0])
         open_rows, begin = 0, end
     return pooled
 
 
-def _hca_pool_online(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
+def _hca_pool_online(chunk: Chunk, kz: Tensor, state: Tensor) -> list[Tensor]:
     """Update the online state (maximum, sum, accumulator) by the chunk's tokens. Return the completed windows, [D]
     each.
 
     Tokens are added in runs of `chunk.own`: one by one in a decode step, so that a draft token gets the same bits as
     after steps of one token.
     """
-    dim = k.shape[-1]
+    k, z = kz
     state_copies = state.unflatten(0, (-1, HCA_ONLINE_ROWS))
+    empty = torch.stack([torch.full_like(k[0], NEG_INF), torch.zeros_like(k[0]), torch.zeros_like(k[0])])
     peak, total, acc = state_copies[chunk.length % len(state_copies)]
     pooled, begin = [], 0
     while begin < chunk.count:
         open_rows = (chunk.length + begin) % HCA_RATIO
         if open_rows == 0:
-            peak, total, acc = k.new_full((dim,), NEG_INF), k.new_zeros(dim), k.new_zeros(dim)
+            peak, total, acc = empty
         end = min(chunk.count, begin + chunk.own, begin + HCA_RATIO - open_rows)
         new_peak = torch.maximum(peak, z[begin:end].amax(0))
         weight, keep = (z[begin:end] - new_peak).exp(), (peak - new_peak).exp()
@@ -187,6 +162,25 @@ def _hca_pool_online(chunk: Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[
     if stop % HCA_RATIO:  # an empty state is not stored
         state_copies[stop % len(state_copies)] = torch.stack([peak, total, acc])
     return pooled
+
+
+def _write_lengths(
+    chunks: list[Chunk],
+    ring_rows: int,
+    ratio: int,
+    swa_pos: Tensor | None,
+    swa_head: Tensor | None,
+    tail_len: Tensor | None,
+) -> None:
+    """Write the tables that follow from the lengths of the requests. Arguments as in `append`."""
+    for chunk in chunks:
+        stop, (at, _) = chunk.length + chunk.count, chunk.latest(WINDOW)
+        if swa_pos is not None:
+            swa_pos[chunk.slot, at % ring_rows] = at.to(swa_pos.dtype)
+        if swa_head is not None:
+            swa_head[chunk.slot] = stop % ring_rows
+        if tail_len is not None and ratio:
+            tail_len[chunk.slot] = stop % ratio
 
 
 def append(
@@ -259,61 +253,39 @@ def append(
         ValueError: more tokens per request in a decode step than supported, or wrong shapes.
     """
     check("append", ratio in (0, CSA_RATIO, HCA_RATIO), f"ratio is {ratio}; expected 0, 4 or 128")
-    rings, keys = KVBuffer(ring, KVFormat.from_code(kv_format)), KeyFormat.from_code(key_format)
-    csa, most = CSA_COMPRESSOR_STATES[0], 1
-    if ratio == CSA_RATIO:
-        assert compressor_state is not None
-        csa = _csa_compressor_state(compressor_state)
-        most = csa.draft_tokens
-    elif ratio == HCA_RATIO:
-        assert compressor_state is not None
-        most = _hca_draft_tokens(compressor_state)
     tokens = kv.shape[0]
     check("append", out_loc.shape[0] == tokens, f"out_loc has {out_loc.shape[0]} slots for {tokens} tokens")
     state = compressor_state if ratio else None
-    check_step("append", tokens, slots.shape[0], ring, window, state, most)
+    check_step("append", tokens, slots.shape[0], ring, window, state, _state_draft_tokens(ratio, state))
     round_stage = rounding(kv.dtype)
     positions = token_positions(prefix_lens, query_start, token_request)
-    rows = round_stage(rotate(round_stage(rms_norm(kv, kv_norm, eps)), positions, rope))
-
-    def finish(pooled: Tensor, norm: Tensor, first: int) -> Tensor:
-        """Normalise pooled entries `first`, `first + 1`, ... and rotate them at the first token of their window (SPEC
-        3.4).
-        """
-        at = ratio * (first + torch.arange(pooled.shape[0]))
-        return round_stage(rotate(round_stage(rms_norm(round_stage(pooled), norm, eps)), at, rope))
-
+    rows = normalise_and_rotate(kv, kv_norm, eps, positions, rope, round_stage)
+    rings = KVBuffer(ring, KVFormat.from_code(kv_format))
+    _write_lengths(make_chunks(slots, prefix_lens, query_start), ring.shape[1], ratio, swa_pos, swa_head, tail_len)
     for chunk in make_chunks(slots, prefix_lens, query_start, by_token=window is None):
         write_window(chunk, rows, rings, window, track_slots)
-        stop = chunk.length + chunk.count
-        if swa_pos is not None:
-            at, _ = chunk.latest(WINDOW)
-            swa_pos[chunk.slot, at % ring.shape[1]] = at.to(swa_pos.dtype)
-        is_last = chunk.end == query_start[chunk.request + 1]
-        if swa_head is not None and is_last:
-            swa_head[chunk.slot] = stop % ring.shape[1]
         if ratio == 0:
             continue
-        if tail_len is not None and is_last:
-            tail_len[chunk.slot] = stop % ratio
         assert kv_score is not None and ape is not None and entry_norm is not None
         assert compressor_state is not None and entries is not None
-        first = (stop - chunk.own) // ratio
-        closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # last token of each window
-        entry_indices = out_loc[chunk.begin + closing - chunk.length] // ratio
-        entry_table = rings._replace(data=entries)
+        stop = chunk.length + chunk.count
+        closed = torch.arange((stop - chunk.own) // ratio, stop // ratio)
+        entry_indices = out_loc[chunk.begin + ratio * (closed + 1) - 1 - chunk.length] // ratio
+
+        def finish(pooled: Tensor, norm: Tensor, at: Tensor = ratio * closed) -> Tensor:
+            """Return finished entries, rotated at the first token of their window (SPEC 3.4)."""
+            return normalise_and_rotate(round_stage(pooled), norm, eps, at, rope, round_stage)
+
         if ratio == HCA_RATIO:
             pooled = _hca_pool(chunk, kv_score, ape, compressor_state)
-            entry_table.write(entry_indices, finish(pooled, entry_norm, first))
-            continue
-        assert (
-            index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
-        )
-        pooled = _csa_pool(chunk, kv_score, ape, compressor_state[..., :ENTRY_DIM], csa, track_slots)
-        entry_table.write(entry_indices, finish(pooled, entry_norm, first))
-        pooled = _csa_pool(chunk, index_kv_score, index_ape, compressor_state[..., ENTRY_DIM:], csa, track_slots)
-        assert pooled.shape[-1] == INDEX_DIM
-        KeyTable(index_keys, keys).write(entry_indices, hadamard(finish(pooled, index_norm, first)))
+        else:
+            assert index_kv_score is not None and index_ape is not None
+            assert index_norm is not None and index_keys is not None
+            entry_state, index_state = compressor_state.split([ENTRY_DIM, INDEX_DIM], -1)
+            pooled = _csa_pool(chunk, kv_score, ape, entry_state, track_slots)
+            keys = finish(_csa_pool(chunk, index_kv_score, index_ape, index_state, track_slots), index_norm)
+            KVBuffer(index_keys, KeyFormat.from_code(key_format)).write(entry_indices, hadamard(keys))
+        rings._replace(data=entries).write(entry_indices, finish(pooled, entry_norm))
 
 
 def append_swa(
@@ -353,25 +325,25 @@ def append_swa(
             f"{swa_fp8.shape[-1]} FP8 and {swa_rope.shape[-1]} RoPE dims"
         )
     ring_rows = swa_fp8.shape[1]
-    valid = torch.nonzero(request_slots >= 0).squeeze(-1)
-    order = valid[torch.argsort(positions[valid], stable=True)]
-    slots, at = request_slots[order].long(), positions[order].long()
     # Python dicts keep the last write, which is the highest position of each ring index.
-    last = {key: i for i, key in enumerate(zip(slots.tolist(), (at % ring_rows).tolist()))}
-    keep = torch.tensor(list(last.values()), dtype=torch.long)
-    order, slots, at = order[keep], slots[keep], at[keep]
+    last, heads = {}, {}
+    for at, slot, token in sorted(zip(positions.tolist(), request_slots.tolist(), range(len(positions)))):
+        if slot >= 0:
+            last[slot, at % ring_rows] = token
+            heads[slot] = (at + 1) % ring_rows
+    order = torch.tensor(list(last.values()), dtype=torch.long)
+    slots, at = request_slots[order].long(), positions[order].long()
     row = at % ring_rows
     nope = raw_kv.shape[-1] - rope_dim
-    codes, exponents = quantise_nope(raw_kv[order, :nope].float())
-    swa_fp8[slots, row] = codes
+    swa_fp8[slots, row], exponents = quantise_e4m3(raw_kv[order, :nope])
     swa_rope[slots, row] = raw_kv[order, nope:]
     # The view has one of the eight exponent bytes. FlashMLA reads one per tile, so all of them are written.
     repeat = swa_inv.stride(1) if swa_inv.stride(1) > 0 else 1
     strip = swa_inv.view(torch.uint8).as_strided((*swa_inv.shape, repeat), (*swa_inv.stride(), 1))
     strip[slots, row] = exponents.unsqueeze(-1).expand(-1, repeat)
     swa_pos[slots, row] = at.to(swa_pos.dtype)
-    for slot in set(slots.tolist()):
-        swa_head[slot] = (int(at[slots == slot].max()) + 1) % ring_rows
+    for slot, head in heads.items():
+        swa_head[slot] = head
 
 
 torch.library.impl(f"{NAMESPACE}::append", "CPU", append)

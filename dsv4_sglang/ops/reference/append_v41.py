@@ -7,12 +7,12 @@ them. As with `append`, attention reads the ring in a decode step and the `windo
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable
+from dsv4_sglang.formats import KeyFormat, KVBuffer
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
-from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model.v41 import V41_RATIOS, pair_draft_tokens
 from dsv4_sglang.ops.reference.chunks import check, check_step, make_chunks, token_positions, write_window
-from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
+from dsv4_sglang.ops.rope import normalise_and_rotate, rms_norm, rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 _round = rounding(torch.bfloat16)
@@ -67,9 +67,9 @@ def append_v41(
     most = 0 if state is None else pair_draft_tokens(state.shape[1])
     check_step("append_v41", kv.shape[0], slots.shape[0], ring, window, state, most)
     positions = token_positions(prefix_lens, query_start, token_request)
-    rows = _round(rotate(_round(rms_norm(kv, kv_norm, eps)), positions, rope))
-    rings = V41Table(ring, V41KVFormat.FP8)
-    for chunk in make_chunks(slots, prefix_lens, query_start, by_token=False):
+    rows = normalise_and_rotate(kv, kv_norm, eps, positions, rope, _round)
+    rings = KVBuffer(ring, V41KVFormat.FP8)
+    for chunk in make_chunks(slots, prefix_lens, query_start):
         write_window(chunk, rows, rings, window, track_slots)
         if ratio == 0:
             continue
@@ -85,7 +85,7 @@ def append_v41(
         finished = _round(rms_norm(pooled, latent_norm, eps))
         latents[closing] = finished.bfloat16()
         rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
-        V41Table(entries, V41KVFormat.FP4).write(out_loc[closing] // ratio, rotated)
+        KVBuffer(entries, V41KVFormat.FP4).write(out_loc[closing] // ratio, rotated)
 
 
 def _pool_pairs(step: Tensor, at: Tensor, compressor_state: Tensor, decode: bool) -> Tensor:
@@ -140,9 +140,8 @@ def append_v41_keys(
     check("append_v41", ratio in V41_RATIOS[1:], f"ratio is {ratio}; expected 1 or 2 for keys")
     positions = token_positions(prefix_lens, query_start, token_request)
     closing = (slots[token_request.long()] >= 0) & ((positions + 1) % ratio == 0)
-    finished = _round(rms_norm(keys[closing], key_norm, eps))
-    rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
-    KeyTable(index_keys, KeyFormat.MXFP4).write(out_loc[closing] // ratio, rotated)
+    rotated = normalise_and_rotate(keys[closing], key_norm, eps, positions[closing] + 1 - ratio, rope, _round)
+    KVBuffer(index_keys, KeyFormat.MXFP4).write(out_loc[closing] // ratio, rotated)
 
 
 torch.library.impl(f"{NAMESPACE}::append_v41", "CPU", append_v41)

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KVBuffer
-from dsv4_sglang.formats.kv_entries import copy_entries
-from dsv4_sglang.formats.v41_entries import V41Table
 from dsv4_sglang.model.geometry import WINDOW
 
 
@@ -41,7 +39,7 @@ class Chunk:
         return self.positions[self.count - kept :], slice(self.end - kept, self.end)
 
 
-def make_chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, by_token: bool) -> list[Chunk]:
+def make_chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, by_token: bool = False) -> list[Chunk]:
     """Return one chunk per request or, with `by_token`, one per token, like the thread blocks of a decode step.
 
     All tokens of a decode step continue from the state before the step, in any order. Here the last token comes first,
@@ -53,11 +51,11 @@ def make_chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, by_toke
         query_start: int32 [B + 1], first token of each request.
         by_token: one chunk per token instead of one per request.
     """
-    starts, lengths = query_start.tolist(), prefix_lens.tolist()
+    starts = query_start.tolist()
     requests = [
-        Chunk(b, slot, starts[b], starts[b + 1], lengths[b], own=starts[b + 1] - starts[b])
-        for b, slot in enumerate(slots.tolist())
-        if slot >= 0 and starts[b + 1] > starts[b]
+        Chunk(b, slot, begin, end, length, own=end - begin)
+        for b, (slot, length, begin, end) in enumerate(zip(slots.tolist(), prefix_lens.tolist(), starts, starts[1:]))
+        if slot >= 0 and end > begin
     ]
     if not by_token:
         return requests
@@ -125,9 +123,7 @@ def check_rows(op: str, name: str, per_request: int, table: Tensor, most: int) -
     )
 
 
-def write_window(
-    chunk: Chunk, rows: Tensor, ring: KVBuffer | V41Table, window: Tensor | None, track: Tensor | None
-) -> None:
+def write_window(chunk: Chunk, rows: Tensor, ring: KVBuffer, window: Tensor | None, track: Tensor | None) -> None:
     """Write the window entries of a chunk to its ring, to the workspace of a prefill step, and to snapshots.
 
     Args:
@@ -142,7 +138,7 @@ def write_window(
         base = chunk.begin + WINDOW * chunk.request + WINDOW
         old = torch.arange(max(0, length - WINDOW), length)
         workspace = ring._replace(data=window)
-        copy_entries(workspace, ring, slot * ring_rows + old % ring_rows, base + old - length)
+        workspace.copy_entries(ring, slot * ring_rows + old % ring_rows, base + old - length)
         workspace.write(base + torch.arange(chunk.count), rows[chunk.begin : chunk.end])
     positions, at = chunk.latest(WINDOW)
     ring.write(slot * ring_rows + positions % ring_rows, rows[at])

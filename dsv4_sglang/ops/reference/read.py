@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
-from dsv4_sglang.formats.index_keys import dequantise_keys, hadamard, quantise_keys
-from dsv4_sglang.formats.v41_entries import V41Table
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
+from dsv4_sglang.formats.index_keys import hadamard
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -31,9 +30,7 @@ def index_query(q: Tensor, positions: Tensor, rope: Tensor, key_format: KeyForma
     """
     round_stage = rounding(q.dtype)
     y = hadamard(round_stage(rotate(q.float(), positions, rope)))
-    if not key_format.is_fp4:
-        return y
-    return dequantise_keys(*quantise_keys(y, key_format))
+    return key_format.dequantise(*key_format.quantise(y))
 
 
 def index_topk(
@@ -65,9 +62,10 @@ def index_topk(
         scores: fp32 scratch [T, most visible entries], unused on a CPU.
         rows: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries, then -1.
     """
-    table = KeyTable(index_keys, KeyFormat.from_code(key_format))
+    keys = KeyFormat.from_code(key_format)
+    table = KVBuffer(index_keys, keys)
     select(
-        lambda t: index_query(q[t], positions[t], rope, table.format),
+        lambda t: index_query(q[t], positions[t], rope, keys),
         weights, table, block_table, token_request, (positions + 1) // CSA_RATIO, rows,
     )  # fmt: skip
 
@@ -89,7 +87,7 @@ class Candidates(NamedTuple):
 def select(
     query: Callable[[Tensor], Tensor],
     weights: Tensor,
-    table: KeyTable,
+    table: KVBuffer,
     block_table: Tensor,
     token_request: Tensor,
     visible: Tensor,
@@ -121,7 +119,8 @@ def select(
                 allowed &= _in_blocks(candidates.blocks[part], candidates.size, len(entry))
             score = torch.zeros(allowed.shape)
             if chooses:
-                keys = table.read(table_row) if keys is None else keys
+                # A skipped token may see entries of blocks that its request does not have. Their rows are negative.
+                keys = table.read(table_row.clamp_min(0)) if keys is None else keys
                 score = ((query(part) @ keys.T).relu() * weights[part].float().unsqueeze(-1)).sum(1)
             score = score.masked_fill(~allowed, float("-inf"))
             if candidates is not None and candidates.choose:
@@ -206,7 +205,7 @@ class _Listed:
     all of them, in the order of the lists. So sums do not depend on the location of the entries in the buffer.
     """
 
-    def __init__(self, table: KVBuffer | V41Table, row: Tensor) -> None:
+    def __init__(self, table: KVBuffer, row: Tensor) -> None:
         distinct, place = row.unique(return_inverse=True)
         self.place: Tensor | None = None
         if 2 * len(distinct) < row.numel():
@@ -237,7 +236,7 @@ class _Listed:
 def attend_to(
     q: Tensor,
     sink: Tensor,
-    lists: Sequence[tuple[KVBuffer | V41Table, Tensor, Tensor]],
+    lists: Sequence[tuple[KVBuffer, Tensor, Tensor]],
     positions: Tensor,
     rope: Tensor,
     scale: float,

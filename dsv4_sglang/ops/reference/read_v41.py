@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable
+from dsv4_sglang.formats import KeyFormat, KVBuffer
 from dsv4_sglang.formats.index_keys import mxfp4_values
-from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.ops.reference.read import Candidates, attend_to, select
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -80,7 +80,7 @@ def index_topk_v41(
     select(
         lambda t: index_query_v41(q[t], positions[t], rope),
         weights,
-        KeyTable(index_keys, KeyFormat.MXFP4),
+        KVBuffer(index_keys, KeyFormat.MXFP4),
         block_table,
         token_request,
         (positions + 1) // ratio,
@@ -115,9 +115,9 @@ def attend_v41(
     Returns:
         [T, H, 512] in q's dtype. The output of a token without keys is zero.
     """
-    lists = [(V41Table(window, V41KVFormat.FP8), window_indices, window_lens)]
+    lists = [(KVBuffer(window, V41KVFormat.FP8), window_indices, window_lens)]
     if entries is not None and entry_indices is not None and entry_lens is not None:
-        lists.append((V41Table(entries, V41KVFormat.FP4), entry_indices, entry_lens))
+        lists.append((KVBuffer(entries, V41KVFormat.FP4), entry_indices, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 
