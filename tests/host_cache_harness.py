@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.srt.features.integrity import audit
-from dsv4_sglang.srt.host_cache import namespaces
+from dsv4_sglang.srt.host_cache import namespaces, transfers
 from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
 from dsv4_sglang.srt.host_cache.page_names import WEIGHT_FLAGS
@@ -245,7 +245,7 @@ class HostCacheServer(BlockOwner):
             file_storage_path=None,
             **{**dict.fromkeys(WEIGHT_FLAGS), "dtype": "float32", "tp_size": 1, **(flags or {})},
         )
-        for module in (unified_radix_cache, hybrid_pool_assembler):
+        for module in (unified_radix_cache, hybrid_pool_assembler, transfers):
             for of in ("get_memory", "get_observability", "get_serving"):
                 monkeypatch.setattr(module, of, lambda: args, raising=False)
         worker = SimpleNamespace(
@@ -256,7 +256,8 @@ class HostCacheServer(BlockOwner):
             disable_radix_cache=False,
             enable_hierarchical_cache=True,
             params=self._tree_params(),
-            server_args=args,
+            # Newer releases resolve the default of --hicache-ratio outside of ServerArgs.
+            server_args=SimpleNamespace(**{**vars(args), "hicache_ratio": None}),
             tp_worker=worker,
         )
         cache = build_prefix_cache(context, 4 * BLOCK)

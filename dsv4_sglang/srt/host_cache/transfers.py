@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, build_pool_entry
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
@@ -168,14 +169,16 @@ class HostStack(StackStrategy):
         enable_storage_metrics: bool = False,
     ) -> Any:
         device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
+        # Resolved settings: since 0.5.23 ServerArgs lack the default of --hicache-ratio.
+        memory = get_memory()
         spare = 0 if storage_backend is None else CHECKSUM_BYTES
         demand = host_demand(
             device_blocks=device_blocks.size // params.page_size,
             device_snapshots=storage.snapshots,
             block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool], spare),
             snapshot_bytes=host_row_bytes(storage.layout.snapshot_bytes, spare),
-            ratio=server_args.hicache_ratio,
-            size_gb=server_args.hicache_size,
+            ratio=memory.hicache_ratio,
+            size_gb=memory.hicache_size,
             max_snapshots=self.max_snapshots,
             host_snapshots=self.host_snapshots,
         )
@@ -224,8 +227,8 @@ class HostStack(StackStrategy):
             attn_cp_group=params.attn_cp_cache_group,
             attn_tp_group=params.attn_tp_cache_group,
             pp_group=params.pp_cache_group,
-            write_policy=server_args.hicache_write_policy,
-            io_backend=server_args.hicache_io_backend,
+            write_policy=memory.hicache_write_policy,
+            io_backend=memory.hicache_io_backend,
             storage_backend=storage_backend,
             prefetch_threshold=prefetch_threshold,
             model_name=model_name,
@@ -238,7 +241,7 @@ class HostStack(StackStrategy):
         controller.saves, controller.loads = CopyTimer(storage.device), CopyTimer(storage.device)
         counter = controller.layer_done_counter
         counter.events = [LoadEvents(counter.num_layers) for _ in counter.events]
-        log.info(host_table(demand, blocks.kv_buffer, snapshots.kv_buffer, server_args.hicache_write_policy))
+        log.info(host_table(demand, blocks.kv_buffer, snapshots.kv_buffer, memory.hicache_write_policy))
         return compat.stack_of_pools(
             layers,
             host_pool_group=controller.mem_pool_host,
