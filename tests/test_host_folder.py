@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
 from dsv4_sglang.srt.host_cache.folder import (
+    FOLDERS,
     FORMER_FORMAT,
     FORMER_WEIGHTS,
     PAGE_VERSION,
@@ -29,9 +30,10 @@ from dsv4_sglang.srt.host_cache.folder import (
     prune,
     stored_files,
 )
-from dsv4_sglang.srt.host_cache.storage import DEFAULT_FOLDER, FileStorage
+from dsv4_sglang.srt.host_cache.storage import FileStorage
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 
-VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+VARIABLE, DEFAULT_FOLDER = FOLDERS["file"]
 # Bytes.
 PAGE = 1000
 
@@ -275,7 +277,7 @@ def test_a_named_folder_of_another_user_is_rejected(
     me = os.geteuid()
     if owner == "another":
         os.chown(folder, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-        with pytest.raises(RuntimeError, match=f"belongs to user .*; expected user .* or root.* {VARIABLE}"):
+        with pytest.raises(LaunchError, match=f"belongs to user .*; expected user .* or root.* {VARIABLE}"):
             open_storage(tmp_path)
         return
     if owner == "root" and me == 0:
@@ -292,7 +294,7 @@ def test_a_named_folder_that_everybody_can_write_is_rejected(
     folder.mkdir()
     folder.chmod(mode)
     monkeypatch.setenv(VARIABLE, str(folder))
-    with pytest.raises(RuntimeError, match=rf"has mode {mode:04o}: every user can write it"):
+    with pytest.raises(LaunchError, match=rf"has mode {mode:04o}: every user can write it"):
         open_storage(tmp_path)
 
 
@@ -354,7 +356,7 @@ def test_a_default_folder_of_others_is_rejected(monkeypatch: pytest.MonkeyPatch,
         me = os.geteuid()
         os.chown(default, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     why = {"group": "has mode 0775: users other than its owner", "owner": "belongs to user", "link": "is a link"}[what]
-    with pytest.raises(RuntimeError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
+    with pytest.raises(LaunchError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
         open_storage(default)
 
 
@@ -371,6 +373,6 @@ def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch
     while len(str(deep)) < 4096 - 120:
         deep = deep / ("d" * min(200, 4096 - 110 - len(str(deep))))
     monkeypatch.setenv(VARIABLE, str(deep))
-    with pytest.raises(RuntimeError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
+    with pytest.raises(LaunchError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
         open_storage(tmp_path)
     assert not list(deep.iterdir())

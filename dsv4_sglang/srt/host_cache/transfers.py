@@ -22,8 +22,10 @@ from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshot
 from dsv4_sglang.srt.host_cache.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host_cache.watch import LoadEvents, LoadWatch
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.metrics import CopyTimer
 from dsv4_sglang.srt.integration.options import model_overrides
+from dsv4_sglang.srt.integration.startup_check import ending_with_the_reason
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 
 log = logging.getLogger(__name__)
@@ -154,6 +156,7 @@ class HostStack(StackStrategy):
     def matches(self, kvcache: Any, components: set[ComponentType]) -> bool:
         return isinstance(kvcache, CacheKVPool) and components == {ComponentType.FULL, ComponentType.MAMBA}
 
+    @ending_with_the_reason()
     def build(
         self,
         *,
@@ -258,8 +261,8 @@ def _host_pools(kvcache: CacheKVPool, demand: HostDemand, spare: int) -> tuple[H
         blocks = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], demand.blocks, spare=spare)
         snapshots = HostSnapshotPool(storage, demand.snapshots, spare=spare)
     except RuntimeError as error:
-        raise RuntimeError(
+        raise LaunchError(
             f"the host cache does not fit: {demand.blocks} blocks and {demand.snapshots} snapshots a process take "
             f"{demand.bytes / 2**30:.2f} GiB. Lower --hicache-ratio or --hicache-size. {error}"
-        ) from error
+        ) from None
     return HostBlocks(blocks), HostSnapshots(snapshots)
