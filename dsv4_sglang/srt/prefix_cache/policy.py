@@ -38,8 +38,7 @@ INTERVAL_CAP = 2
 REMEMBERED = 4
 
 # With a host cache, 1/MARGIN of the device is kept free or evictable without a copy (the host has one already), so that
-# an allocation rarely waits for a save. In `benchmarks/tier_simulation.py` 6 % of the saves are waited for. With 16 it
-# would be 1.1 %, but the host would hold more duplicates.
+# an allocation rarely waits for a save. With a larger share the host would hold more duplicates.
 MARGIN = 32
 
 
