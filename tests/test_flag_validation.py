@@ -279,7 +279,7 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
         ({"hicache_size": 12, "tp_size": 4}, r"--hicache-size 12: 4 x 12 GB .* 47 GB of .*; give 11 or less$", []),
         ({"hicache_storage_backend": "nixl"}, r"-backend nixl: .* run `pip install nixl`", ["one", "two"]),
         ({"hicache_storage_backend": "mooncake"}, r"-backend mooncake: .* `pip install mooncake-transfer-engine`", []),
-        ({"hicache_storage_backend": "file"}, r"folder /proc/one cannot be created: .* Or set SGLANG_", ["one"]),
+        ({"hicache_storage_backend": "file"}, r"folder /proc/one cannot be created: .*; set SGLANG_", ["one"]),
     ],
 )
 def test_a_host_cache_that_this_machine_cannot_have(

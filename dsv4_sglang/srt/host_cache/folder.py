@@ -67,16 +67,17 @@ def own_folder(named: str | None, default: str, variable: str) -> Path:
             cannot be trusted. A folder that `variable` names may be writable by a group. A default folder must not be a
             symbolic link.
     """
-    folder, other = Path(named or default), f"Or set {variable} to a folder that is yours alone"
+    folder, advice = Path(named or default), f"set {variable} to a folder that is yours alone"
+    other = f"Or {advice}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not named and folder.is_symlink():
-            raise RuntimeError(f"{folder} is a link; expected a folder. {other}")
+            raise RuntimeError(f"{folder} is a link; expected a folder; {advice}")
         require_trusted(folder, bool(named), other)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise RuntimeError(f"{folder} cannot be written by user {os.geteuid()}. {other}")
+            raise RuntimeError(f"{folder} cannot be written by user {os.geteuid()}; {advice}")
     except OSError as error:
-        raise LaunchError(f"the folder {folder} cannot be created: {error.strerror}. {other}") from None
+        raise LaunchError(f"the folder {folder} cannot be created: {error.strerror}; {advice}") from None
     except RuntimeError as error:
         raise LaunchError(str(error)) from None
     return folder
