@@ -67,11 +67,9 @@ class BlockComponent(FullComponent):
         for indices in action.indices:
             self.cache.token_to_kv_pool_allocator.free_segment(indices, start_pos=0)
 
-    def evict_component(
-        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
-    ) -> tuple[int, int]:
+    def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
         note_change(self.cache, node)
-        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
+        return super().evict_component(node, *arguments, **named)
 
 
 class SnapshotComponent(MambaComponent):
@@ -111,10 +109,6 @@ class SnapshotComponent(MambaComponent):
             self.metrics.observe("reuse_interval_requests", since, metrics.EVICTED)
         if not len(req.output_ids):
             setattr(req, WAITING, metrics.HIT if resumed else metrics.MISS)
-        self._count_begin(req, resumed)
-        self.metrics.publish()
-
-    def _count_begin(self, req: Req, resumed: int) -> None:
         self.metrics.add("prompt_tokens", len(req.full_untruncated_fill_ids))
         self.metrics.add("lost_tokens", max(0, (req.mamba_branching_seqlen or 0) - resumed))
         if resumed:
@@ -122,6 +116,7 @@ class SnapshotComponent(MambaComponent):
             self.metrics.copied_snapshots(1, timed=True)
         for source, tokens in self.hits(req, resumed).items():
             self.metrics.add("hit_tokens", tokens, source)
+        self.metrics.publish()
 
     def hits(self, req: Req, resumed: int) -> dict[str, int]:
         """Return the `resumed` tokens of a request by the place that had them (`metrics.SOURCES`)."""
@@ -356,15 +351,13 @@ class SnapshotComponent(MambaComponent):
                 stack.extend(at.children.values())
         return found
 
-    def evict_component(
-        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
-    ) -> tuple[int, int]:
+    def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
         note_change(self.cache, node)
         target, slot = compat.evicted_layers(*arguments, **named), self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
             self._on_device_eviction(node, slot, target)
             self.metrics.add("snapshots_evicted", value=self._evicting)
-        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
+        return super().evict_component(node, *arguments, **named)
 
     def _on_device_eviction(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
         self.slots.registry.remove(slot, self._path_hash(node, slot))
