@@ -142,8 +142,8 @@ class LeastRecentlyUsed(TreeRegistry):
     def reuse_interval(self) -> np.ndarray:
         return np.maximum(self.now - self.last, 1.0)
 
-    def _value(self, slot: int) -> None:
-        self.recompute_cost[slot] = 1.0
+    def recompute_cost(self) -> np.ndarray:
+        return np.ones(len(self.held))
 
     def lowest_value(self, *, needed: bool, saves: int) -> int:
         return super().lowest_value(needed=True, saves=saves)

@@ -276,7 +276,7 @@ class HostCacheServer(BlockOwner):
         # Errors: steps that read wrong bytes, and wrong evictions.
         self.wrong: list[str] = []
         self.last: tuple[list[tuple[Request, str]], Event] | None = None
-        self.hit = self.from_host = self.admitted = 0
+        self.from_host = self.admitted = 0
         self.copies_fail = False
         self._watch(monkeypatch)
 
@@ -552,7 +552,6 @@ class HostCacheServer(BlockOwner):
             self._let_go(request)
             return None  # its load may still be running
         self._consumer = cache.ready_to_load_host_cache()
-        self.hit += begin
         source = self._take_slots(request)
         end, taken = self._chunk(request, begin)
         self.done["admitted"] += 1

@@ -252,7 +252,8 @@ class HostPrefixCache(PrefixCache):
         if tokens and slots.registry.superseded(slot) and not self._has_room(node):
             return None
         for kind, count in ((ComponentType.MAMBA, 1), (ComponentType.FULL, tokens)):
-            if not self._make_room(kind, count, slot, path):
+            missing = count - self._pool(kind).available_size()
+            if missing > 0 and self.evict_host(missing, kind, slot, path) < missing:
                 return None
         saved = 0
         for part in [part for part in reversed(path) if part is node or not part.backuped]:
@@ -340,11 +341,6 @@ class HostPrefixCache(PrefixCache):
 
     def _tokens_to_save(self, path: Iterable[UnifiedTreeNode]) -> int:
         return sum(len(part.key) for part in path if not part.backuped)
-
-    def _make_room(self, kind: ComponentType, count: int, slot: int, path: Sequence[UnifiedTreeNode]) -> bool:
-        """Free room for `count` rows of snapshots, or tokens of blocks, for the snapshot in `slot` and its path."""
-        missing = count - self._pool(kind).available_size()
-        return missing <= 0 or self.evict_host(missing, kind, slot, path) >= missing
 
     def evict_host(
         self,
