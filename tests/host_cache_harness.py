@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import sglang.srt.managers.cache_controller as base_controller
 import torch
-from fake_streams import Event, On, Stream, Streams
+from fake_streams import Event, Stream, Streams
 from prefix_tree_server import BLOCK, MAX_LENGTH, SEPARATE, BlockOwner, Pool, Request
 from sglang.srt.mem_cache import base_prefix_cache, unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -344,7 +344,7 @@ class HostCacheServer(BlockOwner):
         self.forward.wait_stream(self.streams.current)
         self.counter.set_consumer(consumer)
         done = Event(self.streams)
-        with On(self.streams, self.forward):
+        with self.streams.on(self.forward):
             for step in steps:
                 if step["source"]:
                     self._load_to_active(step)

@@ -247,7 +247,7 @@ class HostPrefixCache(PrefixCache):
         """
         if node.write_through_pending_id is not None:  # a copy of its blocks is running
             return 0
-        slots, path = self.component.slots, list(self._path(node))
+        slots, path = self.component.slots, list(self.component.path(node))
         slot, tokens = slots.id_of(node), self._tokens_to_save(path)
         if tokens and slots.registry.superseded(slot) and not self._has_room(node):
             return None
@@ -262,12 +262,6 @@ class HostPrefixCache(PrefixCache):
                 return None
             saved += size
         return saved
-
-    def _path(self, node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:
-        """Yield the nodes from this one up to the child of the root."""
-        while node is not self.root_node:
-            yield node
-            node = node.parent
 
     def _copy(self, node: UnifiedTreeNode, *, with_snapshot: bool) -> int | None:
         """Start to copy the parts of a node that the host lacks. Return their bytes, or None if there is no room."""
@@ -336,7 +330,7 @@ class HostPrefixCache(PrefixCache):
 
     def _has_room(self, node: UnifiedTreeNode) -> bool:
         """Return True if a snapshot and the blocks up to it fit without an eviction."""
-        tokens = self._tokens_to_save(self._path(node))
+        tokens = self._tokens_to_save(self.component.path(node))
         return self.mamba_pool_host.available_size() > 0 and self.full_kv_pool_host.available_size() >= tokens
 
     def _tokens_to_save(self, path: Iterable[UnifiedTreeNode]) -> int:

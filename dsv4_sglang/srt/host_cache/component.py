@@ -211,9 +211,7 @@ class HostSnapshotComponent(SnapshotComponent):
         if slot is not None:
             registry.copied[slot] = True
             return
-        place, length, at = registry.host_id(row), 0, node
-        while at is not self.tree_core.root_node:
-            length, at = length + len(at.key), at.parent
+        place, length = registry.host_id(row), sum(len(at.key) for at in self.path(node))
         self.slots.nodes[place] = node
         registry.add(place, length, self._above(node), self._below(node))
 

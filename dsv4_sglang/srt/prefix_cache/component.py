@@ -331,14 +331,15 @@ class SnapshotComponent(MambaComponent):
         )
         return not result.mamba_exist
 
+    def path(self, node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:
+        """Yield the nodes from this one up to the child of the root."""
+        while node is not self.tree_core.root_node:
+            yield node
+            node = node.parent
+
     def _above(self, node: UnifiedTreeNode) -> int:
         """Return the registry number of the next snapshot above the node, or 0."""
-        at = node.parent
-        while at is not None and at is not self.tree_core.root_node:
-            if found := self.slots.id_of(at):
-                return found
-            at = at.parent
-        return 0
+        return next((found for at in self.path(node.parent) if (found := self.slots.id_of(at))), 0)
 
     def _below(self, node: UnifiedTreeNode) -> list[int]:
         """Return the registry numbers of the first snapshot on each path below the node."""
@@ -368,10 +369,7 @@ class SnapshotComponent(MambaComponent):
         follows it, since the conversation would resume from that one."""
         if self.slots.registry.following(place):
             return 0
-        parts, at = [], node
-        while at is not self.tree_core.root_node:
-            parts.append(at.key.raw_token_ids()[: len(at.key)])
-            at = at.parent
+        parts = [at.key.raw_token_ids()[: len(at.key)] for at in self.path(node)]
         return int(path_hashes(np.concatenate(parts[::-1]), node.key.extra_key)[-1])
 
     def _evict_device_next_node(self, *arguments: Any, **named: Any) -> None:
