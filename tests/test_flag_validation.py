@@ -276,7 +276,7 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("flags", "line", "folders"),
     [
-        ({"hicache_size": 12, "tp_size": 4}, r"--hicache-size 12: 4 x 12 GB .* 47 GB of .*; give 11 or less$", []),
+        ({"hicache_size": 12, "tp_size": 4}, r"--hicache-size 12: 4 x 12 GB .* 47 GB of .*; give less than 11$", []),
         ({"hicache_storage_backend": "nixl"}, r"-backend nixl: .* run `pip install nixl`", ["one", "two"]),
         ({"hicache_storage_backend": "mooncake"}, r"-backend mooncake: .* `pip install mooncake-transfer-engine`", []),
         ({"hicache_storage_backend": "file"}, r"folder /proc/one cannot be created: .*; set SGLANG_", ["one"]),
@@ -289,7 +289,7 @@ def test_a_host_cache_that_this_machine_cannot_have(
     args = arguments(enable_hierarchical_cache=True, **flags)
 
     def machine(memory: int, package: object, root: Path) -> None:
-        monkeypatch.setattr(flag_validation, "available_memory", lambda: memory * 10**9)
+        monkeypatch.setattr(flag_validation, "memory_gb", lambda: memory)
         monkeypatch.setattr(flag_validation, "find_spec", lambda name: package)
         monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", f"{root}/one")
         monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", f"{root}/one, {root}/two")

@@ -389,21 +389,6 @@ def places(server: HostCacheServer) -> dict[str, set[int]]:
     return held
 
 
-@pytest.mark.parametrize("fewer", [0, 9])
-def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytest.MonkeyPatch, fewer: int) -> None:
-    """A loop over 24 conversations of six blocks keeps at least six hits.
-
-    The device holds 3 of them and the host 10. A loop over fewer conversations, all of which fit, comes first. An LRU
-    policy would have no hits.
-    """
-    server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=60)
-    for line in [*range(fewer)] * 3:
-        server.serve(prompt(line))
-    hits = [sum(server.serve(prompt(line)) > 0 for line in range(24)) for _ in range(5)]
-    server.check()
-    assert hits[-1] >= 6, hits
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """SGLang matches the request only up to the end of its prompt, whose snapshot may not be marked for saving yet."""

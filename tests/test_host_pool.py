@@ -20,10 +20,10 @@ from dsv4_sglang.cache import (
 )
 from dsv4_sglang.cache.host_pool import (
     HostMemory,
+    _available,
     _pages,
     _register,
     _row_layout,
-    available_memory,
     cpus_in,
     cpus_near,
     host_block_bytes,
@@ -271,7 +271,7 @@ def system(root: Path, cgroup: str, groups: dict[str, tuple[str, int, int]]) -> 
     ],
 )
 def test_memory_of_a_container(tmp_path: Path, cgroup: str, groups: dict[str, tuple[str, int, int]], left: int) -> None:
-    assert available_memory(system(tmp_path, cgroup, groups)) == left
+    assert _available(system(tmp_path, cgroup, groups)) == left
 
 
 @pytest.mark.gpu

@@ -111,7 +111,7 @@ def _pages(nbytes: int) -> Tensor:
     The pages are populated at once, so that they are allocated on this thread's NUMA node. They are shared, because a
     fork would turn private pages into copy-on-write, after which the GPU and this process could use different pages.
     """
-    available = available_memory()
+    available = _available()
     if nbytes > available:
         # Without this check the kernel would kill a process to free memory.
         raise RuntimeError(
@@ -138,7 +138,7 @@ def _register(memory: Tensor, device: torch.device) -> None:
     locked = "no limit" if limit == resource.RLIM_INFINITY else _size(limit)
     raise RuntimeError(
         f"CUDA cannot pin {_size(memory.nbytes)} of host memory for {device}: {cudart.cudaGetErrorString(status)}; "
-        f"{_size(available_memory())} are available, ulimit -l is {locked}: use fewer host blocks or raise the limit"
+        f"{_size(_available())} are available, ulimit -l is {locked}: use fewer host blocks or raise the limit"
     )
 
 
@@ -150,7 +150,7 @@ def _unregister(address: int, device: torch.device) -> None:
         raise RuntimeError(f"CUDA cannot unpin the host memory at {address:#x}: error {int(status)}")
 
 
-def available_memory(root: Path = Path("/")) -> int:
+def _available(root: Path = Path("/")) -> int:
     """Return the bytes of memory available without swapping, within the limits of the control groups.
 
     `root` is the directory of `proc` and `sys`.

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
-from dsv4_sglang.cache.host_pool import available_memory
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
@@ -24,7 +23,6 @@ from dsv4_sglang.srt.memory.sizing import require_snapshots
 
 # The Python package of a storage, and what installs it.
 STORAGE_PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
-GB = 10**9
 
 
 def flag(field: str) -> str:
@@ -280,6 +278,11 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
         require_snapshots(options.max_snapshots, running)
 
 
+def memory_gb() -> int:
+    """Return the memory of this machine in GB (10^9 bytes)."""
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10**9)
+
+
 def reject_for_machine(args: Any) -> None:
     """Raise LaunchError if this machine lacks what the host cache needs: memory, or the storage's package or folder.
 
@@ -287,11 +290,11 @@ def reject_for_machine(args: Any) -> None:
     """
     if not args.enable_hierarchical_cache:
         return
-    size, processes = args.hicache_size, max(1, args.tp_size // args.nnodes)
-    if size * GB * processes > (available := available_memory()):
+    size, processes, memory = args.hicache_size, max(1, args.tp_size // args.nnodes), memory_gb()
+    if size * processes > memory:
         raise LaunchError(
-            f"--hicache-size {size}: {processes} x {size} GB for the processes on this machine, which has "
-            f"{available // GB} GB of memory available; give {available // GB // processes} or less"
+            f"--hicache-size {size}: {processes} x {size} GB for the processes on this machine, which has {memory} GB "
+            f"of memory; give less than {memory // processes}"
         )
     storage = args.hicache_storage_backend
     if storage in STORAGE_PACKAGES and find_spec(storage) is None:
