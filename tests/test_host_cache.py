@@ -359,6 +359,17 @@ def test_a_row_in_the_middle_of_a_path_goes_without_its_blocks(monkeypatch: pyte
     assert not server.wrong
 
 
+def test_a_path_is_evicted_from_its_end_upwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two turns have ends at 3 and 7 blocks of equal value. Once the later one is evicted, the other is the end."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    for blocks in (3, 7):
+        server.serve(prompt(0, blocks))
+    server._make_room(20)
+    assert server.cache.evict_host(7 * BLOCK) == 7 * BLOCK
+    assert server.cache.full_kv_pool_host.held == server.cache.mamba_pool_host.held == 0
+    server.check()
+
+
 def test_blocks_behind_no_snapshot_go_when_they_are_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     cache = server.cache
@@ -402,6 +413,7 @@ def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPa
     tokens = list(request.full_untruncated_fill_ids)
     server.retract(request)
     server.check()
+    assert server.cache.full_kv_pool_host.held == (0 if policy == "write_back" else 9), "it is saved at once"
     server._make_room(40)
     assert server.serve(tokens[: request.prompt]) == 7 * BLOCK
     server._make_room(40)
