@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree, TreeRegistry
+from benchmarks.prefix_tree import FreeList, Node, PrefixTree, TreeRegistry
 from benchmarks.studies import Row, Rows, run_studies
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
@@ -35,7 +35,6 @@ class Running:
     Attributes:
         blocks: block ids of its whole length.
         pending: snapshots that are not in the tree yet.
-        taken: all snapshots that it takes.
     """
 
     turn: Turn
@@ -43,7 +42,6 @@ class Running:
     blocks: np.ndarray
     node: Node
     pending: list[tuple[int, int]]
-    taken: list[Due]
 
 
 class Simulation:
@@ -64,7 +62,7 @@ class Simulation:
         self.running: deque[Running] = deque()
         self._keys: dict[tuple[int, int], np.ndarray] = {}
         self._last_turn: dict[int, int] = {}
-        self.prompt_tokens = self.hit_tokens = self.ideal_tokens = self.lost_tokens = self.taken = self.rejected = 0
+        self.prompt_tokens = self.hit_tokens = self.ideal_tokens = self.lost_tokens = self.rejected = 0
         self._ideal = Ideal()
 
     def keys(self, turn: Turn) -> np.ndarray:
@@ -95,7 +93,9 @@ class Simulation:
         ):
             self._finish(self.running.popleft())
         tree = self.tree
-        match = self._resume(keys[: (turn.prompt - 1) // BLOCK])
+        prompt = keys[: (turn.prompt - 1) // BLOCK]
+        match = tree.match(prompt)
+        tree.resume(match, prompt)
         count = -(-turn.end // BLOCK)
         while (fresh := tree.take_blocks(count - match.resume)) is None:
             if not self.running:
@@ -112,27 +112,13 @@ class Simulation:
             match.resume * BLOCK, turn.prompt, prompt=turn.prompt, interval=self.interval, branch=match.cached * BLOCK
         )
         node = match.node
-        if pending := self._take(due):
+        if pending := tree.take_due(due, self.interval):
             node = tree.insert(node, keys, blocks, pending)
             tree.lock(node)
             tree.unlock(match.node)
         grid = range(turn.prompt // BLOCK * BLOCK + BLOCK, turn.end, BLOCK)
         kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
-        later = self._take(kept)
-        lengths = {length * BLOCK for length, _ in (*pending, *later)}
-        taken = [one for one in (*due, *kept) if one.length in lengths]
-        self.running.append(Running(turn, keys, blocks, node, later, taken))
-
-    def _resume(self, keys: np.ndarray) -> Match:
-        """Match the keys and lock what the request resumes from."""
-        match = self.tree.match(keys)
-        self.tree.resume(match, keys)
-        return match
-
-    def _take(self, due: list[Due]) -> list[tuple[int, int]]:
-        taken = self.tree.take_due(due, self.interval)
-        self.taken += len(taken)
-        return taken
+        self.running.append(Running(turn, keys, blocks, node, tree.take_due(kept, self.interval)))
 
     def _finish(self, request: Running) -> None:
         tree = self.tree
@@ -156,8 +142,8 @@ class LeastRecentlyUsed(TreeRegistry):
     def reuse_interval(self) -> np.ndarray:
         return np.maximum(self.now - self.last, 1.0)
 
-    def _value(self, slot: int) -> None:
-        self.recompute_cost[slot] = 1.0
+    def recompute_cost(self) -> np.ndarray:
+        return np.ones(len(self.held))
 
     def lowest_value(self, *, needed: bool, saves: int) -> int:
         return super().lowest_value(needed=True, saves=saves)

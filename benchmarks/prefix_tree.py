@@ -6,7 +6,6 @@ prefixes stand for equal tokens. Lengths in this module count blocks; the regist
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +20,8 @@ class FreeList:
     free."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.clear()
-
-    def clear(self) -> None:
-        self._free = np.arange(self.size, 0, -1, dtype=np.int64)
-        self._top = self.size
+        self.size = self._top = size
+        self._free = np.arange(size, 0, -1, dtype=np.int64)
 
     def available_size(self) -> int:
         return self._top
@@ -42,9 +37,6 @@ class FreeList:
             raise ValueError(f"{len(ids)} ids given back, {self.size - self._top} of {self.size} are out")
         self._free[self._top : self._top + len(ids)] = ids
         self._top += len(ids)
-
-    def free_ids(self) -> np.ndarray:
-        return self._free[: self._top]
 
 
 class Node:
@@ -79,8 +71,8 @@ class Match:
 class TreeRegistry(SnapshotRegistry):
     """The registry of a simulated tree, which also knows the snapshots at leaves. SGLang's tree has its own list."""
 
-    def __init__(self, capacity: int, host_rows: int = 0) -> None:
-        super().__init__(capacity, host_rows)
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
         # True if the blocks of the snapshot end in an evictable leaf. The tree sets it.
         self.at_leaf = np.zeros_like(self.held)
 
@@ -101,32 +93,10 @@ class PrefixTree:
     def __init__(self, blocks: FreeList, snapshots: FreeList) -> None:
         self.block_pool, self.snapshot_pool = blocks, snapshots
         self.registry = TreeRegistry(snapshots.size)
-        self.evicted_snapshots = 0
-        self._reset()
-
-    def _reset(self) -> None:
         empty = np.empty(0, dtype=np.int64)
         self.root = Node(None, 0, empty, empty)
         self._valueless: dict[Node, None] = {}
         self._holder: dict[int, Node] = {}
-
-    def flush(self) -> None:
-        """Free all blocks and snapshots. Raises RuntimeError if a node is locked."""
-        for node in list(self.nodes()):
-            if node.locks:
-                raise RuntimeError(f"flush: blocks {node.start}..{node.end} of a path are locked")
-            self.block_pool.free(node.blocks)
-        if self._holder:
-            self.snapshot_pool.free(np.array(list(self._holder)))
-        self.registry = type(self.registry)(self.snapshot_pool.size)
-        self._reset()
-
-    def nodes(self) -> Iterator[Node]:
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
 
     # Requests
 
@@ -276,7 +246,6 @@ class PrefixTree:
             if not slot:
                 return 0
             self._drop(self._holder[slot])
-            self.evicted_snapshots += 1
         taken = self.snapshot_pool.alloc(1)
         assert taken is not None
         return int(taken[0])
@@ -299,22 +268,14 @@ class PrefixTree:
             self._drop(node)
         self._valueless.pop(node, None)
         self.block_pool.free(node.blocks)
-        self._forget_blocks(node)
-        assert node.parent is not None
+        assert node.parent is not None and not node.children
+        del node.parent.children[int(node.keys[0])]
         self._refresh(node.parent)
         return True
 
-    def _forget_blocks(self, node: Node) -> None:
-        """Remove a leaf whose blocks are free from the tree."""
-        assert node.parent is not None and not node.children
-        del node.parent.children[int(node.keys[0])]
-
-    def _is_leaf(self, node: Node) -> bool:
-        return not node.children
-
     def _refresh(self, node: Node) -> None:
         """Update the node's entries in the eviction order: is it an evictable leaf, and does it have a snapshot?"""
-        leaf = node is not self.root and self._is_leaf(node) and not node.locks
+        leaf = node is not self.root and not node.children and not node.locks
         if node.snapshot:
             self.registry.at_leaf[node.snapshot] = leaf
         if leaf and not node.snapshot:

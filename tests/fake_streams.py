@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sglang.srt.managers.cache_controller as base_controller
 
@@ -52,6 +53,15 @@ class Streams:
         while self.run_some(100):
             pass
 
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Context manager that makes a stream the current one."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
     def queue(self, work: Callable[[], None]) -> None:
         """Append work to the current stream."""
         self.current.queue.append(work)
@@ -61,7 +71,7 @@ class Streams:
         module = SimpleNamespace(
             Stream=lambda: Stream(self),
             Event=lambda: Event(self),
-            stream=lambda stream: On(self, stream),
+            stream=self.on,
             current_stream=lambda: self.current,
             __name__="late streams",
         )
@@ -178,9 +188,9 @@ class Thread:
         return not self.over
 
 
-class Wait:
-    def __init__(self, event: Event, count: int) -> None:
-        self.event, self.count = event, count
+class Wait(NamedTuple):
+    event: Event
+    count: int
 
 
 class Event:
@@ -206,16 +216,3 @@ class Event:
                 continue
             self.streams.stalled = None
             assert self.streams.run_some(1), "streams wait for each other"
-
-
-class On:
-    """Context manager that makes a stream the current one."""
-
-    def __init__(self, streams: Streams, stream: Stream) -> None:
-        self.streams, self.stream = streams, stream
-
-    def __enter__(self) -> None:
-        self.before, self.streams.current = self.streams.current, self.stream
-
-    def __exit__(self, *error: object) -> None:
-        self.streams.current = self.before

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import sglang.srt.managers.cache_controller as base_controller
 import torch
-from fake_streams import Event, On, Stream, Streams
+from fake_streams import Event, Stream, Streams
 from prefix_tree_server import BLOCK, MAX_LENGTH, SEPARATE, BlockOwner, Pool, Request
 from sglang.srt.mem_cache import base_prefix_cache, unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.srt.features.integrity import audit
-from dsv4_sglang.srt.host_cache import namespaces
+from dsv4_sglang.srt.host_cache import namespaces, transfers
 from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
 from dsv4_sglang.srt.host_cache.page_names import WEIGHT_FLAGS
@@ -190,8 +190,6 @@ class HostCacheServer(BlockOwner):
         aborts: float = 0.02,
         flushes: float = 0,
         extra_config: dict[str, Any] | None = None,
-        flags: dict[str, Any] | None = None,
-        model_name: str = "m",
     ) -> None:
         """Create the tree, the pools and the controller.
 
@@ -202,7 +200,6 @@ class HostCacheServer(BlockOwner):
             aborts: Probability that a request is aborted, either while it waits or after a step.
             flushes: Probability that an iteration begins a flush.
             extra_config: Configuration of the storage.
-            flags: Server flags that determine the weights.
         """
         self.rng = random.Random(seed)
         self.streams = Streams(seed + 1)
@@ -235,7 +232,7 @@ class HostCacheServer(BlockOwner):
             hicache_size=0,
             hicache_io_backend="kernel",
             extra_metric_labels=None,
-            served_model_name=model_name,
+            served_model_name="m",
             model_path="nowhere",
             json_model_override_args="{}",
             download_dir=None,
@@ -243,9 +240,9 @@ class HostCacheServer(BlockOwner):
             # Newer releases read these settings by the mode of the host memory.
             hicache_host_memory_mode="cache",
             file_storage_path=None,
-            **{**dict.fromkeys(WEIGHT_FLAGS), "dtype": "float32", "tp_size": 1, **(flags or {})},
+            **{**dict.fromkeys(WEIGHT_FLAGS), "dtype": "float32", "tp_size": 1},
         )
-        for module in (unified_radix_cache, hybrid_pool_assembler):
+        for module in (unified_radix_cache, hybrid_pool_assembler, transfers):
             for of in ("get_memory", "get_observability", "get_serving"):
                 monkeypatch.setattr(module, of, lambda: args, raising=False)
         worker = SimpleNamespace(
@@ -256,7 +253,8 @@ class HostCacheServer(BlockOwner):
             disable_radix_cache=False,
             enable_hierarchical_cache=True,
             params=self._tree_params(),
-            server_args=args,
+            # Newer releases resolve the default of --hicache-ratio outside of ServerArgs.
+            server_args=SimpleNamespace(**{**vars(args), "hicache_ratio": None}),
             tp_worker=worker,
         )
         cache = build_prefix_cache(context, 4 * BLOCK)
@@ -278,7 +276,7 @@ class HostCacheServer(BlockOwner):
         # Errors: steps that read wrong bytes, and wrong evictions.
         self.wrong: list[str] = []
         self.last: tuple[list[tuple[Request, str]], Event] | None = None
-        self.hit = self.from_host = self.admitted = 0
+        self.from_host = self.admitted = 0
         self.copies_fail = False
         self._watch(monkeypatch)
 
@@ -292,7 +290,7 @@ class HostCacheServer(BlockOwner):
         snapshot while it holds copies of snapshots on the device.
         """
         cache, component = self.cache, self.component
-        leaves, gives_up, evict = component._on_device_eviction, cache._evict_on_host, compat.evict_from_host
+        leaves, gives_up, evict = component._on_device_eviction, cache.evict_host, compat.evict_from_host
         held: list[Any] = []
 
         for name, operation in COPIES.items():
@@ -319,9 +317,9 @@ class HostCacheServer(BlockOwner):
                 self.wrong.append(f"snapshot {slot} was lost though the host had room")
             leaves(node, slot, target)
 
-        def giving_up(kind: Any, count: int, slot: int = 0, path: Any = ()) -> int:
+        def giving_up(count: int, kind: Any = ComponentType.FULL, slot: int = 0, path: Any = ()) -> int:
             held[:] = path
-            return gives_up(kind, count, slot, path)
+            return gives_up(count, kind, slot, path)
 
         def evicted(of: Any, node: Any, components: Any) -> None:
             self.done["left the host"] += 1
@@ -336,7 +334,7 @@ class HostCacheServer(BlockOwner):
             evict(of, node, components)
 
         monkeypatch.setattr(component, "_on_device_eviction", on_device_eviction)
-        monkeypatch.setattr(cache, "_evict_on_host", giving_up)
+        monkeypatch.setattr(cache, "evict_host", giving_up)
         monkeypatch.setattr(compat, "evict_from_host", evicted)
 
     # Steps, on the stream of steps
@@ -346,7 +344,7 @@ class HostCacheServer(BlockOwner):
         self.forward.wait_stream(self.streams.current)
         self.counter.set_consumer(consumer)
         done = Event(self.streams)
-        with On(self.streams, self.forward):
+        with self.streams.on(self.forward):
             for step in steps:
                 if step["source"]:
                     self._load_to_active(step)
@@ -554,16 +552,8 @@ class HostCacheServer(BlockOwner):
             self._let_go(request)
             return None  # its load may still be running
         self._consumer = cache.ready_to_load_host_cache()
-        self.hit += begin
-        request.req_pool_idx = self.pool.free_slots.pop()
-        request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
-        self.pool.req_to_token[request.req_pool_idx, :begin] = request.prefix_indices.int()
-        request.allocated = begin
+        source = self._take_slots(request)
         end, taken = self._chunk(request, begin)
-        source = 0 if request.mamba_cow_src_index is None else int(request.mamba_cow_src_index)
-        request.mamba_cow_src_index = None
-        assert bool(begin) == bool(source), "a prefix without a state, or a state without a prefix"
-        self.running.append(request)
         self.done["admitted"] += 1
         return self._step(request, begin, end, source, taken)
 
@@ -663,16 +653,13 @@ class HostCacheServer(BlockOwner):
         self.cache.retracted(request)
 
     def flush(self) -> bool:
-        """Flush as Scheduler.flush_cache does, which requires a server without requests and copies."""
+        """Flush a server without requests and copies. Return False if it has any."""
         cache = self.cache
         under_way = cache.ongoing_write_through, cache.ongoing_load_back, cache.ongoing_prefetch, cache.ongoing_backup
         if self.running or self.waiting or self.last or any(under_way):
             return False
         self.done["flushed"] += 1
-        self.cache.reset()
-        self.pool.mamba_ckpt_pool.clear()
-        self.pool.mamba_allocator.clear()
-        self.allocator.clear()
+        self._empty()
         return True
 
     def settle(self) -> None:
@@ -719,7 +706,7 @@ class HostCacheServer(BlockOwner):
         for node in self.cache.tree_core._collect_all_nodes():
             if node is self.cache.tree_core.root_node:
                 continue
-            path = self.path(node)
+            path = self.tokens_of(node)
             tokens = torch.tensor(path[len(path) - len(node.key) :]).view(-1, BLOCK)
             full, mamba = (node.component_data[kind] for kind in (ComponentType.FULL, ComponentType.MAMBA))
             for i, layer in enumerate(WITH_BLOCKS):
@@ -732,10 +719,3 @@ class HostCacheServer(BlockOwner):
                 assert (self.states.states[int(mamba.value)] == state_of(path)).all()
             if mamba.host_value is not None:
                 assert (host_states[int(mamba.host_value), :LAYERS] == state_of(path)).all()
-
-    def path(self, node: Any) -> list[int]:
-        parts: list[list[int]] = []
-        while node.parent is not None:
-            parts.append(list(node.key.token_ids)[: len(node.key)])
-            node = node.parent
-        return [token for part in reversed(parts) for token in part]

@@ -20,7 +20,7 @@ import torch
 from kv_mirror import Mirror
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
@@ -187,6 +187,34 @@ class BlockOwner:
             self.pool.req_to_token[request.req_pool_idx, at : at + count] = fresh.int()
             request.allocated = at + count
 
+    def _take_slots(self, request: Request) -> int:
+        """Give a request its row and its live slot. Return the snapshot that it resumes from, 0 for none."""
+        begin = len(request.prefix_indices)
+        request.req_pool_idx = self.pool.free_slots.pop()
+        request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
+        self.pool.req_to_token[request.req_pool_idx, :begin] = request.prefix_indices.int()
+        request.allocated = request.computed = begin
+        source = 0 if request.mamba_cow_src_index is None else int(request.mamba_cow_src_index)
+        request.mamba_cow_src_index = None
+        assert bool(begin) == bool(source), "a prefix without a state, or a state without a prefix"
+        self.running.append(request)
+        return source
+
+    def _empty(self) -> None:
+        """Flush as Scheduler.flush_cache does."""
+        self.cache.reset()
+        self.pool.mamba_ckpt_pool.clear()
+        self.pool.mamba_allocator.clear()
+        self.allocator.clear()
+
+    def tokens_of(self, node: Any) -> list[int]:
+        """Return the tokens of the path that ends at a node."""
+        parts: list[list[int]] = []
+        while node.parent is not None:
+            parts.append(list(node.key.token_ids)[: len(node.key)])
+            node = node.parent
+        return [token for part in reversed(parts) for token in part]
+
     # SGLang's calls in each release
 
     def _match(self, request: Request) -> Any:
@@ -277,20 +305,10 @@ class TreeServer(BlockOwner):
         if not self._make_room(-(-(request.prompt - len(request.prefix_indices)) // BLOCK)):
             self._let_go(request)
             return None
-        request.req_pool_idx = self.pool.free_slots.pop()
-        request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
-        resumed = len(request.prefix_indices)
-        self.pool.req_to_token[request.req_pool_idx, :resumed] = request.prefix_indices.int()
-        request.allocated = request.computed = resumed
+        if slot := self._take_slots(request):
+            assert self.state_content[slot] == self.path(request, request.computed), "resumed from a wrong state"
         # Admission has ensured that all blocks of the prompt are free.
         self._allocate(request, request.prompt)
-        if resumed:
-            slot = int(request.mamba_cow_src_index)
-            assert self.state_content[slot] == self.path(request, resumed), "resumed from a wrong state"
-        else:
-            assert request.mamba_cow_src_index is None
-        request.mamba_cow_src_index = None
-        self.running.append(request)
         return request
 
     def path(self, request: Request, length: int) -> tuple[int, ...]:
@@ -363,10 +381,6 @@ class TreeServer(BlockOwner):
         """Retract a request for lack of memory, as snapshot_schedule.keep_on_retraction does."""
         self._release(request, is_insert=True)
 
-    def drop(self, request: Request) -> None:
-        """Retract a request as a pause that retracts all requests does."""
-        self._release(request, is_insert=False)
-
     def press(self, blocks: int, snapshots: int) -> None:
         self._make_room(min(blocks, self.blocks))
         due = component_module.Due(BLOCK, True)
@@ -383,12 +397,8 @@ class TreeServer(BlockOwner):
         self.kept_back = []
 
     def flush(self) -> None:
-        """Flush as Scheduler.flush_cache does."""
         if not self.running:
-            self.cache.reset()
-            self.pool.mamba_ckpt_pool.clear()
-            self.pool.mamba_allocator.clear()
-            self.allocator.clear()
+            self._empty()
 
     # Invariants
 
@@ -404,7 +414,7 @@ class TreeServer(BlockOwner):
         for node in core._collect_all_nodes():
             if node is core.root_node:
                 continue
-            here = self._tokens(node)
+            here = tuple(self.tokens_of(node)[::BLOCK])
             pages = node.component_data[ComponentType.FULL].value[::BLOCK] // BLOCK
             for i, page in enumerate(reversed(pages.tolist())):
                 assert self.block_content[page] == here[: len(here) - i], "a cached block was overwritten"
@@ -421,13 +431,3 @@ class TreeServer(BlockOwner):
         # SGLang asserts this equation when it is idle.
         cached = self.cache.mamba_evictable_size() + self.cache.mamba_protected_size()
         assert cached == len(self.component.slots.nodes)
-
-    def _tokens(self, node: Any) -> tuple[int, ...]:
-        parts: list[tuple[int, ...]] = []
-        while node.parent is not None:
-            parts.append(tuple(node.key.token_ids[::BLOCK]))
-            node = node.parent
-        return tuple(t for part in reversed(parts) for t in part)
-
-
-__all__ = ["DecLockRefParams", "Request", "TreeServer", "without_a_server"]

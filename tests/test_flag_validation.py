@@ -13,9 +13,15 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default
 from sglang.srt.server_args import ServerArgs
 
 from dsv4_sglang.srt.attention import prefill_graphs
-from dsv4_sglang.srt.integration import compat, launch_command, sglang_contract
+from dsv4_sglang.srt.integration import compat, flag_validation, launch_command, sglang_contract
 from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
-from dsv4_sglang.srt.integration.flag_validation import flag, reject_given, reject_release, reject_resolved
+from dsv4_sglang.srt.integration.flag_validation import (
+    flag,
+    reject_for_machine,
+    reject_given,
+    reject_release,
+    reject_resolved,
+)
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.integration.server_context import ServerContext
@@ -259,6 +265,35 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
     assert rejections(**tier) == ([] if storage == "mooncake" else [line])
     monkeypatch.setenv(variable, "/pages")
     assert rejections(**tier) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "folders"),
+    [
+        ({"hicache_size": 12, "tp_size": 4}, r"--hicache-size 12: 4 x 12 GB .* 47 GB of .*; give less than 11$", []),
+        ({"hicache_storage_backend": "nixl"}, r"-backend nixl: .* run `pip install nixl`", ["one", "two"]),
+        ({"hicache_storage_backend": "mooncake"}, r"-backend mooncake: .* `pip install mooncake-transfer-engine`", []),
+        ({"hicache_storage_backend": "file"}, r"folder /proc/one cannot be created: .*; set SGLANG_", ["one"]),
+    ],
+)
+def test_a_host_cache_that_this_machine_cannot_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: dict[str, Any], line: str, folders: list[str]
+) -> None:
+    """The same flags are accepted on a machine with more memory, the package and a folder that can be created."""
+    args = arguments(enable_hierarchical_cache=True, **flags)
+
+    def machine(memory: int, package: object, root: Path) -> None:
+        monkeypatch.setattr(flag_validation, "memory_gb", lambda: memory)
+        monkeypatch.setattr(flag_validation, "find_spec", lambda name: package)
+        monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", f"{root}/one")
+        monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", f"{root}/one, {root}/two")
+
+    machine(47, None, Path("/proc"))
+    with pytest.raises(LaunchError, match=line):
+        reject_for_machine(args)
+    machine(48, "installed", tmp_path)
+    reject_for_machine(args)
+    assert sorted(path.name for path in tmp_path.iterdir()) == folders
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
 from dsv4_sglang.srt.host_cache.folder import (
+    FOLDERS,
     FORMER_FORMAT,
     FORMER_WEIGHTS,
     PAGE_VERSION,
@@ -29,9 +27,10 @@ from dsv4_sglang.srt.host_cache.folder import (
     prune,
     stored_files,
 )
-from dsv4_sglang.srt.host_cache.storage import DEFAULT_FOLDER, FileStorage
+from dsv4_sglang.srt.host_cache.storage import FileStorage
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 
-VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+VARIABLE, DEFAULT_FOLDER = FOLDERS["file"]
 # Bytes.
 PAGE = 1000
 
@@ -116,20 +115,6 @@ def test_states_of_files(tmp_path: Path) -> None:
     ours = {name: state for name, state in found.items() if name_of("m") in name}
     assert sorted(ours.values()) == [UNUSED, USED] and ours == found
     assert in_use(folder, f"{name_of('m')}-0123456789abcdef") and not in_use(folder, name_of("m"))
-
-
-def test_pages_of_a_killed_server_are_not_in_use(tmp_path: Path) -> None:
-    """Another process holds the lock while it lives."""
-    code = "from test_host_folder import *; s = open_storage(Path(sys.argv[1])); print(store(s, 1)); sys.stdin.read()"
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "pages")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "True\n"
-        assert list(states(tmp_path / "pages").values()) == [USED]
-        process.kill()
-    assert list(states(tmp_path / "pages").values()) == [UNUSED]
 
 
 def test_pruning_removes_what_no_server_reads_again(tmp_path: Path) -> None:
@@ -247,53 +232,49 @@ def test_pages_that_are_read_stay(tmp_path: Path) -> None:
     assert [at for at in range(4) if stored(storage, at)] == [0, 2, 3]
 
 
-def test_new_weights_are_stored_within_the_bound(tmp_path: Path) -> None:
-    """Pages of new weights have another name.
-
-    Pages of the old weights that were written in the meantime are orphans.
-    """
-    folder = tmp_path / "pages"
-    storage = open_storage(folder, max_size=4 * PAGE, eviction_ratio=1)
-    assert all(store(storage, at) for at in range(4))
-    storage.clear()
-    storage.use_name("0123456789abcdef")
-    for at in range(9):
-        assert store(storage, at) and bytes_of(folder) <= 4 * PAGE
-    assert [at for at in range(9) if stored(storage, at)] == [5, 6, 7, 8]
-
-
 # Permissions
 
 
-@pytest.mark.parametrize("owner", ["root", "me", "another"])
-def test_a_named_folder_of_another_user_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: str
-) -> None:
-    folder = tmp_path / "named"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv(VARIABLE, str(folder))
-    me = os.geteuid()
-    if owner == "another":
-        os.chown(folder, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-        with pytest.raises(RuntimeError, match=f"belongs to user .*; expected user .* or root.* {VARIABLE}"):
-            open_storage(tmp_path)
-        return
-    if owner == "root" and me == 0:
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert store(open_storage(tmp_path), 1)
+GROUP, ALL = "users other than its owner can write it", "every user can write it"
+OTHER = "belongs to user .*; expected user .* or root"
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o703])
-def test_a_named_folder_that_everybody_can_write_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
+@pytest.mark.parametrize(
+    ("named", "mode", "mine", "why"),
+    [
+        *[(True, mode, True, f"has mode {mode:04o}: {ALL}") for mode in (0o777, 0o1777, 0o703)],
+        (True, 0o700, False, f"{OTHER}.* {VARIABLE}"),
+        (False, 0o775, True, f"has mode 0775: {GROUP}.* {VARIABLE}"),
+        (False, 0o755, False, f"{OTHER}.* {VARIABLE}"),
+    ],
+)
+def test_a_folder_that_others_can_change_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool, mode: int, mine: bool, why: str
 ) -> None:
-    """This includes folders with the sticky bit, such as /tmp, because other users can add pages there."""
-    folder = tmp_path / "named"
+    """A named folder with the sticky bit, such as /tmp, is rejected too, because other users can add pages there. The
+    default folder is in /tmp, where any user can create it first."""
+    folder, me = tmp_path / "pages", os.geteuid()
     folder.mkdir()
     folder.chmod(mode)
-    monkeypatch.setenv(VARIABLE, str(folder))
-    with pytest.raises(RuntimeError, match=rf"has mode {mode:04o}: every user can write it"):
-        open_storage(tmp_path)
+    if not mine:
+        os.chown(folder, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    if named:
+        monkeypatch.setenv(VARIABLE, str(folder))
+    with pytest.raises(LaunchError, match=why):
+        open_storage(folder)
+
+
+def test_a_named_folder_of_root_is_used_and_a_default_link_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pages").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "pages")
+    with pytest.raises(LaunchError, match=f"is a link; expected a folder; set {VARIABLE}"):
+        open_storage(tmp_path / "link")
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "pages"))
+    assert store(open_storage(tmp_path), 1)
 
 
 def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -335,34 +316,14 @@ def test_a_named_folder_says_who_may_read(
     assert not (tmp_path / "default").exists()
 
 
-def test_a_default_folder_is_its_owners_alone(tmp_path: Path) -> None:
-    assert modes(open_storage(tmp_path / "default")) == (0o700, 0o600)
-
-
-@pytest.mark.parametrize("what", ["group", "owner", "link"])
-def test_a_default_folder_of_others_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
-    """The default folder is in /tmp, where any user can create it first."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    default = tmp_path / "hicache"
-    if what == "link":
-        (tmp_path / "theirs").mkdir()
-        default.symlink_to(tmp_path / "theirs")
-    else:
-        default.mkdir()
-        default.chmod(0o775 if what == "group" else 0o755)
-    if what == "owner":
-        me = os.geteuid()
-        os.chown(default, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    why = {"group": "has mode 0775: users other than its owner", "owner": "belongs to user", "link": "is a link"}[what]
-    with pytest.raises(RuntimeError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
-        open_storage(default)
-
-
-def test_the_default_folder_is_sglangs() -> None:
-    assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
-
-
 # File names
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file system is read-only. Root passes the checks of modes."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(LaunchError, match=f"pages cannot be written by user .*; set {VARIABLE} to a folder"):
+        open_storage(tmp_path / "pages")
 
 
 def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -371,6 +332,6 @@ def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch
     while len(str(deep)) < 4096 - 120:
         deep = deep / ("d" * min(200, 4096 - 110 - len(str(deep))))
     monkeypatch.setenv(VARIABLE, str(deep))
-    with pytest.raises(RuntimeError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
+    with pytest.raises(LaunchError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
         open_storage(tmp_path)
     assert not list(deep.iterdir())

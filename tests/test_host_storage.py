@@ -7,7 +7,7 @@ import random
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -153,55 +153,24 @@ def test_a_storage_that_is_cleared_has_nothing(folder: Path, restarted: Start) -
     assert list(pages_in(folder)) == [other]
 
 
-@contextmanager
-def no_room(kind: str, folder: Path) -> Iterator[None]:
-    """Leave no room for a file of a block: by a file system of 16 KiB, or by a limit of the file size."""
-    folder.mkdir()
-    if kind == "limit":
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
+def test_a_storage_without_room(folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Files are limited to less than a page. The server continues without leaving partial files, and stores pages
+    again once there is room."""
+    others = [9 + token for token in PROMPT]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with restarted() as server:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
         try:
-            yield
+            assert server.serve(PROMPT) == 0
+            assert server.serve(PROMPT) == 5 * BLOCK
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        return
-    options = "size=16k,mode=700"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield
-    subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)
-
-
-@pytest.mark.parametrize("kind", ["full", "limit"])
-@pytest.mark.parametrize("storage", ["file"], indirect=True)
-def test_a_storage_without_room(folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    """The server continues without leaving partial files, and stores pages again once there is room."""
-    others = [9 + token for token in PROMPT]
-    try:
-        with ExitStack() as until_there_is_room:
-            until_there_is_room.enter_context(no_room(kind, folder))
-            with restarted() as server:
-                assert server.serve(PROMPT) == 0
-                assert server.serve(PROMPT) == 5 * BLOCK
-                assert "Failed to save tensor" in caplog.text
-                assert len(list(folder.iterdir())) < 7
-                server.check()
-                until_there_is_room.close()
-                assert server.serve(others) == 0
-        with restarted() as server:
-            assert server.prefetch(PROMPT) < 5 * BLOCK and server.prefetch(others) == 5 * BLOCK
-            assert server.serve(others) == 5 * BLOCK and server.serve(PROMPT) < 5 * BLOCK
-    finally:
-        subprocess.run(["umount", "-l", folder], capture_output=True)
-
-
-def test_requests_beside_a_storage(folder: Path, restarted: Start) -> None:
-    """Steps, evictions from device and host, and stores run together while the host is full."""
-    with restarted(host_blocks=50, host_snapshots=10) as server:
-        for _ in range(150):
-            server.turn()
-            assert not server.wrong
-    assert len(pages_in(folder)) > 50
+        assert "Failed to save tensor" in caplog.text
+        assert not pages_in(folder)
+        assert server.serve(others) == 0
+    with restarted() as server:
+        assert server.prefetch(PROMPT) == 0 and server.prefetch(others) == 5 * BLOCK
 
 
 # Fetches: the test runs threads one part at a time
@@ -421,37 +390,6 @@ def test_keys_of_tenants_are_those_of_newer_releases(folder: Path, restarted: St
     assert {path.name[:64] for path in pages_in(folder)} == {first_page}
 
 
-def test_other_weights_find_nothing(restarted: Start) -> None:
-    """The weights differ although model and folder are the same: random weights, or weights of another loader."""
-    flags = [
-        {"load_format": "dummy", "random_seed": 1},
-        {"load_format": "dummy", "random_seed": 2},
-        {},
-        {"custom_weight_loader": "a.b"},
-        {"model_loader_extra_config": "{}"},
-    ]
-    for given in flags:
-        with restarted(flags=given) as server:
-            assert server.prefetch(PROMPT) == server.serve(PROMPT) == 0, given
-    with restarted(flags=flags[0]) as server:
-        assert server.prefetch(PROMPT) == 5 * BLOCK
-
-
-def test_a_long_name_of_a_model(folder: Path, restarted: Start) -> None:
-    """The name is the path of a snapshot in the hub's cache, as a server may be given it."""
-    called = "/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/" + "f" * 300
-    with restarted(model_name=called) as server:
-        server.serve(PROMPT)
-        server.cache.invalidate_storage("0123456789abcdef")
-        server.flush()
-        server.serve(PROMPT)
-        assert len(pages_in(folder)) == 5 + 2
-    with restarted(model_name=called) as server:
-        server.serve(PROMPT)
-    with restarted(model_name=called) as server:
-        assert server.prefetch(PROMPT) == 5 * BLOCK
-
-
 def lines_about(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
@@ -486,12 +424,11 @@ def test_a_folder_that_is_gone(
 
 
 @pytest.mark.parametrize("storage", ["file"], indirect=True)
-@pytest.mark.parametrize("error", [PermissionError("no access"), RuntimeError("any other")], ids=["OSError", "other"])
-def test_a_look_up_that_fails_is_a_miss(monkeypatch: pytest.MonkeyPatch, restarted: Start, error: Exception) -> None:
+def test_a_look_up_that_fails_is_a_miss(monkeypatch: pytest.MonkeyPatch, restarted: Start) -> None:
     """After any error SGLang's thread continues, and the next look-up finds the stored pages."""
 
     def fails(*arguments: Any, **named: Any) -> Any:
-        raise error
+        raise RuntimeError("the storage failed")
 
     with restarted() as server:
         server.serve(PROMPT)

@@ -75,11 +75,6 @@ def two_nodes_one_row(server: HostCacheServer) -> None:
     mamba(server).host_value = other.component_data[ComponentType.MAMBA].host_value
 
 
-def lost_neighbour(server: HostCacheServer) -> None:
-    registry, slot = server.component.slots.registry, int(mamba(server).value)
-    registry._following[registry.previous[slot]].discard(slot)
-
-
 def forgotten_node(server: HostCacheServer) -> None:
     del server.component.slots.nodes[int(mamba(server).value)]
 
@@ -145,9 +140,9 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
         lambda s: s.component.slots.registry.length.__setitem__(int(mamba(s).value), 5),
         r"snapshot \d+: its length: the registry has 5, the tree 768",
     ),
-    "a branch that the registry has lost": (
-        lost_neighbour,
-        r"snapshots after \d+: the registry has \[\d+\], the tree \[\d+, \d+\]",
+    "another snapshot before it": (
+        lambda s: s.component.slots.registry.previous.__setitem__(int(mamba(s).value), 0),
+        r"snapshot \d+: the snapshot before it: the registry has 0, the tree \d",
     ),
     "a snapshot that is locked in the registry only": (
         lambda s: s.component.slots.registry.lock(int(mamba(s).value)),

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.host_cache.page_names import SAMPLE_STEP, WEIGHT_FLAGS, digest_of_files, page_name, weight_facts
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import model_overrides
 
 
@@ -73,10 +72,6 @@ def test_flags_and_formats_are_in_the_name(monkeypatch: pytest.MonkeyPatch, tmp_
     assert names[0].startswith("m-dsv4v4-fp8-mxfp4-")
 
 
-def test_sglang_has_the_flags() -> None:
-    assert set(WEIGHT_FLAGS) <= compat.flag_defaults().keys()
-
-
 def no_attention(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     save_file({**tensors, "b.attention": torch.zeros_like(tensors["b.attention"])}, model / "model.safetensors")
@@ -88,11 +83,6 @@ def swapped(model: Path) -> None:
     save_file(tensors, model / "model.safetensors")
 
 
-def reshaped(model: Path) -> None:
-    tensors = load_file(model / "model.safetensors")
-    save_file({name: tensor.view(2, -1) for name, tensor in tensors.items()}, model / "model.safetensors")
-
-
 def new_bytes(name: str, content: bytes) -> Callable[[Path], None]:
     return lambda model: (model / name).write_bytes(content) and None
 
@@ -100,9 +90,7 @@ def new_bytes(name: str, content: bytes) -> Callable[[Path], None]:
 CHANGES: dict[str, Callable[[Path], None]] = {
     "attention zeroed": no_attention,
     "two tensors swapped": swapped,
-    "another shape": reshaped,
     "another config": new_bytes("config.json", b"{ }"),
-    "another index": new_bytes("model.safetensors.index.json", b"{}"),
     "another file": new_bytes("more.safetensors", b"version https://git-lfs"),
 }
 
@@ -116,17 +104,12 @@ def test_weights_are_in_the_name(tmp_path: Path, change: str) -> None:
     assert name_of(model) != before
 
 
-@pytest.mark.parametrize("archive", [True, False])
-def test_weights_of_torch_are_in_the_name(tmp_path: Path, archive: bool) -> None:
-    """An archive has a checksum of each tensor, so a change of one element is detected. Without checksums the name uses
-    samples."""
-    tensors = weights()
-    digests = []
-    for changed in (None, 12345 if archive else 0):
-        if changed is not None:
-            tensors["b.attention"][changed : changed + (1 if archive else 1 << 19)] += 1
-        torch.save(tensors, tmp_path / "model.pt", _use_new_zipfile_serialization=archive)
+def test_weights_of_torch_are_in_the_name(tmp_path: Path) -> None:
+    tensors, digests = weights(), []
+    for _ in range(2):
+        torch.save(tensors, tmp_path / "model.pt")
         digests.append(digest_of_files(tmp_path))
+        tensors["b.attention"][: 1 << 19] += 1
     assert digests[0] != digests[1]
 
 

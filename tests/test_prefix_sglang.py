@@ -42,12 +42,6 @@ def run(server: TreeServer, keys: list[int], tail: int = 1, decode: int = 0) -> 
     return resumed
 
 
-def test_a_repeated_prompt_resumes_from_its_end() -> None:
-    server = TreeServer(blocks=64, snapshots=20)
-    assert run(server, list(range(5)), tail=44) == 0
-    assert run(server, list(range(5)), tail=44) == 5 * BLOCK
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_the_end_of_a_prompt_may_lie_in_the_chunk_before_the_last(chunk: int) -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=chunk)
@@ -105,15 +99,6 @@ def test_a_generation_ends_with_a_snapshot() -> None:
     assert run(server, [1, 2, 3, 50, 50, 8]) == 3 * BLOCK, "rolling snapshots that were replaced are gone"
 
 
-def test_a_running_request_holds_one_rolling_snapshot() -> None:
-    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
-    request = started(server, [1, 2, 3])
-    for _ in range(10):
-        server.decode(request, 7)
-        assert len(request.pending) == 1
-    server.check()
-
-
 def test_a_retracted_request_resumes_from_its_rolling_snapshot() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     request = started(server, [1, 2, 3], tail=0)
@@ -122,16 +107,6 @@ def test_a_retracted_request_resumes_from_its_rolling_snapshot() -> None:
     server.retract(request)
     server.check()
     assert run(server, [1, 2, 3, 50, 50, 50], tail=5) == 6 * BLOCK
-
-
-def test_a_pause_that_retracts_keeps_the_prompt_only() -> None:
-    """The weights may change during the pause, so the generated tokens are not kept."""
-    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
-    request = started(server, [1, 2, 3], tail=0)
-    server.decode(request, 50)
-    server.drop(request)
-    server.check()
-    assert run(server, [1, 2, 3, 50], tail=5) == 3 * BLOCK
 
 
 def test_what_a_retracted_request_leaves_makes_room() -> None:

@@ -37,9 +37,7 @@ FULL = frozenset(
         "test_prefix_sglang.py::test_random_steps_keep_every_block_and_slot_accounted_for",
         "test_prefix_sglang.py::test_the_simulation_and_sglangs_tree_agree",
         "test_prefix_trace.py",
-        "test_tier_simulation.py",
         "test_trace.py",
-        "test_window_replay.py",
         # Repeated numerical checks.
         "test_make_tiny.py",
         "test_processors.py",

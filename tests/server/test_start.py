@@ -125,13 +125,25 @@ def test_plugin(tiny: Callable[..., Path], tmp_path: Path, script: str) -> None:
     )
 
 
-def test_a_scheduler_rejects_a_launch_with_its_last_line(tiny: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-running-requests", "1000000"], "the state slots do not fit: 1000004 slots of "),
+        (
+            ["--enable-hierarchical-cache", "--hicache-ratio", "0.00001"],
+            "the host cache would have 0 blocks and 0 snap",
+        ),
+    ],
+)
+def test_a_scheduler_rejects_a_launch_with_its_last_line(
+    tiny: Callable[..., Path], tmp_path: Path, flags: list[str], said: str
+) -> None:
     log = tmp_path / "log"
-    with launched(tiny(), log, ["--max-running-requests", "1000000"], {}) as process:
+    with launched(tiny(), log, flags, {}) as process:
         assert wait(process, log) != 0
     text = log.read_text(errors="replace")
     assert "Traceback" not in text
-    assert text.splitlines()[-1].startswith("dsv4_sglang: the state slots do not fit: 1000004 slots of "), text
+    assert text.splitlines()[-1].startswith(f"dsv4_sglang: {said}"), text
 
 
 @pytest.mark.parametrize(

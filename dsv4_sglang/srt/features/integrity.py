@@ -299,7 +299,7 @@ class _Tree:
         """Yield the differences between the registry of snapshots and the tree."""
         slots, registry = self.slots, self.slots.registry
         above: dict[int, tuple[int, int]] = {self.root.id: (0, 0)}
-        places, following = {}, defaultdict(set)
+        places = {}
         for node in self.nodes:
             previous, length = above[node.parent.id]
             length += len(node.key)
@@ -308,7 +308,6 @@ class _Tree:
             if not place:
                 continue
             places[place] = node
-            following[previous].add(place)
             mamba = self._data(node)[1]
             both = mamba.value is not None and mamba.host_value is not None
             for name, listed, there in (
@@ -324,10 +323,6 @@ class _Tree:
                 yield Finding(
                     f"snapshot {place}", f"attached to node {node.id}, but the slots have another node or none"
                 )
-        for place in (0, *places):
-            if (known := registry.following(place)) != following[place]:
-                what = f"snapshots after {place}" if place else "first snapshots of all paths"
-                yield Finding(what, f"the registry has {sorted(known)}, the tree {sorted(following[place])}")
         for place in sorted({*slots.nodes, *registry.held.nonzero()[0].tolist()} - places.keys()):
             yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
         for place in sorted(place for place in places if not registry.held[place]):

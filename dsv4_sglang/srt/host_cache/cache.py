@@ -247,12 +247,13 @@ class HostPrefixCache(PrefixCache):
         """
         if node.write_through_pending_id is not None:  # a copy of its blocks is running
             return 0
-        slots, path = self.component.slots, list(self._path(node))
+        slots, path = self.component.slots, list(self.component.path(node))
         slot, tokens = slots.id_of(node), self._tokens_to_save(path)
         if tokens and slots.registry.superseded(slot) and not self._has_room(node):
             return None
         for kind, count in ((ComponentType.MAMBA, 1), (ComponentType.FULL, tokens)):
-            if not self._make_room(kind, count, slot, path):
+            missing = count - self._pool(kind).available_size()
+            if missing > 0 and self.evict_host(missing, kind, slot, path) < missing:
                 return None
         saved = 0
         for part in [part for part in reversed(path) if part is node or not part.backuped]:
@@ -261,12 +262,6 @@ class HostPrefixCache(PrefixCache):
                 return None
             saved += size
         return saved
-
-    def _path(self, node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:
-        """Yield the nodes from this one up to the child of the root."""
-        while node is not self.root_node:
-            yield node
-            node = node.parent
 
     def _copy(self, node: UnifiedTreeNode, *, with_snapshot: bool) -> int | None:
         """Start to copy the parts of a node that the host lacks. Return their bytes, or None if there is no room."""
@@ -330,75 +325,65 @@ class HostPrefixCache(PrefixCache):
 
     # Evictions from the host
 
-    def evict_host(self, num_tokens: int, component_type: ComponentType = ComponentType.FULL) -> int:
-        """Free memory for pages that SGLang fetches from a storage."""
-        return self._evict_on_host(component_type, num_tokens)
-
     def _pool(self, kind: ComponentType) -> Any:
         return self.mamba_pool_host if kind is ComponentType.MAMBA else self.full_kv_pool_host
 
     def _has_room(self, node: UnifiedTreeNode) -> bool:
         """Return True if a snapshot and the blocks up to it fit without an eviction."""
-        tokens = self._tokens_to_save(self._path(node))
+        tokens = self._tokens_to_save(self.component.path(node))
         return self.mamba_pool_host.available_size() > 0 and self.full_kv_pool_host.available_size() >= tokens
 
     def _tokens_to_save(self, path: Iterable[UnifiedTreeNode]) -> int:
         return sum(len(part.key) for part in path if not part.backuped)
 
-    def _make_room(self, kind: ComponentType, count: int, slot: int, path: Sequence[UnifiedTreeNode]) -> bool:
-        """Free room for `count` rows of snapshots, or tokens of blocks, for the snapshot in `slot` and its path."""
-        missing = count - self._pool(kind).available_size()
-        return missing <= 0 or self._evict_on_host(kind, missing, slot, path) >= missing
-
-    def _evict_on_host(
-        self, kind: ComponentType, count: int, slot: int = 0, path: Sequence[UnifiedTreeNode] = ()
+    def evict_host(
+        self,
+        num_tokens: int,
+        component_type: ComponentType = ComponentType.FULL,
+        slot: int = 0,
+        path: Sequence[UnifiedTreeNode] = (),
     ) -> int:
-        """Free host memory (`_free_on_host`). Count the evictions by the kind of memory that is needed."""
-        with self.component.evicting(metrics.SLOTS if kind is ComponentType.MAMBA else metrics.BLOCKS):
-            return self._free_on_host(kind, count, slot, path)
-
-    def _free_on_host(self, kind: ComponentType, count: int, slot: int, path: Sequence[UnifiedTreeNode]) -> int:
         """Free host memory in the order of `SnapshotRegistry.on_host`.
 
-        Blocks are freed from the ends of paths upwards. When the snapshot at the end of a path is evicted, the blocks
-        that only it used are freed too. Nodes with a running copy are skipped.
+        SGLang calls this for pages that it fetches from a storage. Blocks are freed from the ends of paths upwards.
+        When the snapshot at the end of a path is evicted, the blocks that only it used are freed too. Nodes with a
+        running copy are skipped. The evictions are counted by the kind of memory that is needed.
 
         Args:
-            kind: MAMBA frees rows of snapshots, FULL frees blocks.
-            count: rows or tokens to free.
+            num_tokens: tokens of blocks, or rows of snapshots, to free.
+            component_type: FULL frees blocks, MAMBA frees rows of snapshots.
             slot: if not 0, evict only snapshots of less value than this one.
             path: nodes that must not be evicted.
 
         Returns:
-            Rows or tokens that were freed.
+            Tokens or rows that were freed.
         """
-        pool, slots = self._pool(kind), self.component.slots
-        registry, before = slots.registry, pool.available_size()
-        for node in list(self._dangling):
-            del self._dangling[node]
-            self._free_dangling_blocks(node, path)
-        score = registry.eviction_score() if kind is ComponentType.MAMBA else registry.reuse_interval()
+        for_snapshots = component_type is ComponentType.MAMBA
+        pool, slots, registry = self._pool(component_type), self.component.slots, self.component.slots.registry
+        before = pool.available_size()
+        score = registry.eviction_score() if for_snapshots else registry.reuse_interval()
         value = registry.host_value(score)
         enough = 1 / score[slot] if slot else float("inf")
-        order = iter(registry.on_host(value, enough))
-        place = next(order, 0)
-        ends: list[tuple[float, int]] = []  # (value, snapshot) of the new ends of paths
-        while pool.available_size() - before < count and (place or ends):
-            if ends and (not place or ends[0][0] <= value[place]):
-                _, first = heapq.heappop(ends)
-            else:
-                first, place = place, next(order, 0)
-            node = slots.nodes.get(first)
-            if node is None or self._row(node) is None or node in path or not self._is_evictable(node):
-                continue
-            if self._is_end(node):
-                above = node.parent
-                compat.evict_from_host(self, node, self.components.values())
-                end = self._free_dangling_blocks(above, path)
-                if end is not None and value[place_of_end := slots.id_of(end)] < enough:
-                    heapq.heappush(ends, (float(value[place_of_end]), place_of_end))
-            elif kind is ComponentType.MAMBA:
-                compat.evict_from_host(self, node, [self.component])
+        # (value, snapshot): the snapshots on the host, and the new ends of paths.
+        places = registry.on_host(value, enough)
+        order = list(zip(value[places].tolist(), places))
+        with self.component.evicting(metrics.SLOTS if for_snapshots else metrics.BLOCKS):
+            for node in list(self._dangling):
+                del self._dangling[node]
+                self._free_dangling_blocks(node, path)
+            while order and pool.available_size() - before < num_tokens:
+                _, place = heapq.heappop(order)
+                node = slots.nodes.get(place)
+                if node is None or self._row(node) is None or node in path or not self._is_evictable(node):
+                    continue
+                if self._is_end(node):
+                    above = node.parent
+                    compat.evict_from_host(self, node, self.components.values())
+                    end = self._free_dangling_blocks(above, path)
+                    if end is not None and value[place := slots.id_of(end)] < enough:
+                        heapq.heappush(order, (float(value[place]), place))
+                elif for_snapshots:
+                    compat.evict_from_host(self, node, [self.component])
         return int(pool.available_size() - before)
 
     def _free_dangling_blocks(self, node: UnifiedTreeNode, path: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:

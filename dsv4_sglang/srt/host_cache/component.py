@@ -100,14 +100,10 @@ class HostSnapshotComponent(SnapshotComponent):
         else:
             self._moved(node, slot, self.slots.registry.host_id(int(row)))
 
-    def evict_component(
-        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
-    ) -> tuple[int, int]:
+    def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
         registry, slot = self.slots.registry, self._slot(node)
-        if (
-            EvictLayer.HOST in compat.evicted_layers(*arguments, **named)
-            and node.component_data[self.component_type].host_value is not None
-        ):
+        row = node.component_data[self.component_type].host_value
+        if EvictLayer.HOST in compat.evicted_layers(*arguments, **named) and row is not None:
             if slot is None:
                 self.metrics.add("host_snapshots_evicted", value=self._evicting)
                 place = self.slots.id_of(node)
@@ -115,7 +111,7 @@ class HostSnapshotComponent(SnapshotComponent):
                 del self.slots.nodes[place]
             else:
                 registry.copied[slot] = False
-        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
+        return super().evict_component(node, *arguments, **named)
 
     def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
         self.cache.save_now(node)
@@ -173,9 +169,9 @@ class HostSnapshotComponent(SnapshotComponent):
         phase: CacheTransferPhase,
         transfers: Any = (),
         *,
-        cache_actions: list[Any],
         insert_result: Any = None,
         pool_storage_result: Any = None,
+        **arguments: Any,
     ) -> None:
         if phase == CacheTransferPhase.LOAD_BACK:
             if transfers:
@@ -193,9 +189,9 @@ class HostSnapshotComponent(SnapshotComponent):
             node,
             phase,
             transfers,
-            cache_actions=cache_actions,
             insert_result=insert_result,
             pool_storage_result=pool_storage_result,
+            **arguments,
         )
         row = target.component_data[self.component_type].host_value
         if had is None and row is not None:
@@ -215,9 +211,7 @@ class HostSnapshotComponent(SnapshotComponent):
         if slot is not None:
             registry.copied[slot] = True
             return
-        place, length, at = registry.host_id(row), 0, node
-        while at is not self.tree_core.root_node:
-            length, at = length + len(at.key), at.parent
+        place, length = registry.host_id(row), sum(len(at.key) for at in self.path(node))
         self.slots.nodes[place] = node
         registry.add(place, length, self._above(node), self._below(node))
 

@@ -21,9 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_sglang.ops.trust import reject_writable_by_all, require_own, require_owner
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 log = logging.getLogger(__name__)
 
+# Environment variable with the folder of a storage, and the folder without it.
+FOLDERS = {
+    "file": ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "/tmp/hicache"),
+    "nixl": ("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", "/tmp/hicache_storage"),
+}
 # Version of the page format, for changes that `page_names.page_name` does not hash.
 PAGE_VERSION = 4
 # Length of SGLang's key of a page, a SHA-256 in hexadecimal.
@@ -57,14 +63,23 @@ def own_folder(named: str | None, default: str, variable: str) -> Path:
         variable: name of the variable, for error messages.
 
     Raises:
-        RuntimeError: another user owns the folder or can write to it, so its pages cannot be trusted. A folder that
-            `variable` names may be writable by a group. A default folder must not be a symbolic link.
+        LaunchError: the folder cannot be created or written, or another user owns it or can write to it, so its pages
+            cannot be trusted. A folder that `variable` names may be writable by a group. A default folder must not be a
+            symbolic link.
     """
-    folder, other = Path(named or default), f"Or set {variable} to a folder that is yours alone"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not named and folder.is_symlink():
-        raise RuntimeError(f"{folder} is a link; expected a folder. {other}")
-    require_trusted(folder, bool(named), other)
+    folder, advice = Path(named or default), f"set {variable} to a folder that is yours alone"
+    other = f"Or {advice}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not named and folder.is_symlink():
+            raise RuntimeError(f"{folder} is a link; expected a folder; {advice}")
+        require_trusted(folder, bool(named), other)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise RuntimeError(f"{folder} cannot be written by user {os.geteuid()}; {advice}")
+    except OSError as error:
+        raise LaunchError(f"the folder {folder} cannot be created: {error.strerror}; {advice}") from None
+    except RuntimeError as error:
+        raise LaunchError(str(error)) from None
     return folder
 
 
@@ -84,17 +99,17 @@ def require_trusted(folder: Path, named: bool, other: str) -> None:
 
 
 def require_names(path: Path, variable: str) -> None:
-    """Raise RuntimeError if a file of this path, the longest that a storage writes, cannot be created. A full disk is
+    """Raise LaunchError if a file of this path, the longest that a storage writes, cannot be created. A full disk is
     not an error, since pages are stored once there is space."""
     try:
         path.touch(mode=0o600)
         path.unlink(missing_ok=True)  # another process of the server may have removed it
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise RuntimeError(
+            raise LaunchError(
                 f"{path.parent} cannot hold a page: {error.strerror}, for a file name of {len(path.name)} characters. "
                 f"Set {variable} to a folder that can"
-            ) from error
+            ) from None
 
 
 def page_checksum(name: str, content: Any) -> bytes:

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
 from dsv4_sglang.srt.host_cache.checksummed import ChecksummedEntries
-from dsv4_sglang.srt.host_cache.folder import UsedFolder, own_folder, require_names
+from dsv4_sglang.srt.host_cache.folder import FOLDERS, UsedFolder, own_folder, require_names
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
 from dsv4_sglang.srt.host_cache.storage import LONGEST_KEY, LONGEST_UPDATE, WRONG_CHECKSUM, remove_page
 from dsv4_sglang.srt.integration import compat
-
-DEFAULT_FOLDER = "/tmp/hicache_storage"
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 
 class NixlStorage(ChecksummedEntries, HiCacheNixl):
     """Storage with one file per row.
 
     Raises:
-        ValueError: the plugin does not store files.
-        RuntimeError: a folder is not usable (`own_folder`).
+        LaunchError: the plugin does not store files, or a folder is not usable (`own_folder`).
     """
 
-    def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
-        variable = envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
-        named = (variable.get() or "").split(",")
-        folders = [own_folder(folder.strip(), file_path, variable.name) for folder in named]
+    def __init__(self, storage_config: Any, file_path: str = FOLDERS["nixl"][1]) -> None:
+        variable, _ = FOLDERS["nixl"]
+        named = os.environ.get(variable, "")
+        folders = [own_folder(folder.strip(), file_path, variable) for folder in named.split(",")]
         super().__init__(storage_config, file_path)
         self._first_suffix: str = self.config_suffix
         if self.file_manager is None:
-            raise ValueError(
+            raise LaunchError(
                 f"--hicache-storage-backend nixl with the plugin {self.backend_selector.backend_name}: only plugins "
                 "that store files are supported; set SGLANG_HICACHE_NIXL_BACKEND_PLUGIN to POSIX or another of these"
             )
         longest = self.names(SNAPSHOTS, [f"{LONGEST_KEY}{LONGEST_UPDATE}"])[0]
-        require_names(Path(self.file_manager.get_file_path(longest)), variable.name)
-        self._folders = [UsedFolder(folder, bool(variable.get()), self._restore) for folder in folders]
+        require_names(Path(self.file_manager.get_file_path(longest)), variable)
+        self._folders = [UsedFolder(folder, bool(named), self._restore) for folder in folders]
         self._use_folders()
 
     def available(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.srt.host_cache.folder import PAGE_VERSION
@@ -117,38 +115,26 @@ def digest_of_files(folder: Path) -> str:
 
 
 def _digest_of_file(path: Path) -> bytes:
-    """Return the digest of a file's size, its header and samples of each tensor."""
+    """Return the digest of a weight file's size, its header and samples of each tensor.
+
+    A file without a header of safetensors, for example a Git LFS pointer, counts as one tensor.
+    """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    header, spans = _tensors_of(path, size)
-    digest.update(header)
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length < size else b""
+        try:
+            offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+            spans = sorted((8 + length + at, 8 + length + to) for at, to in offsets)
+        except (ValueError, KeyError):
+            header, spans = b"", [(0, size)]
+        digest.update(header)
         for begin, end in spans:
             for at in _samples(begin, end):
-                digest.update(os.pread(file, min(SAMPLE_BYTES, end - at), at))
-    finally:
-        os.close(file)
+                file.seek(at)
+                digest.update(file.read(min(SAMPLE_BYTES, end - at)))
     return digest.digest()
-
-
-def _tensors_of(path: Path, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the header of a weight file and the byte range of each tensor. Without a header the file is one range."""
-    if path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length) if length < size else b""
-        try:
-            tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-            return header, sorted((8 + length + at, 8 + length + to) for at, to in (t["data_offsets"] for t in tensors))
-        except (ValueError, KeyError):  # not a safetensors file, for example a Git LFS pointer
-            return b"", [(0, size)]
-    try:  # torch.save writes a zip archive with a checksum of each tensor
-        with ZipFile(path) as archive:
-            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
-        return json.dumps(entries).encode(), [(0, size)]
-    except BadZipFile:
-        return b"", [(0, size)]
 
 
 def _samples(begin: int, end: int) -> Iterator[int]:

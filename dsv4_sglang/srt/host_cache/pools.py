@@ -52,7 +52,7 @@ class HostRows(HostKVCache):
     """
 
     def __init__(self, pool: HostBlockPool | HostSnapshotPool, page_size: int) -> None:
-        self._pool: Any = pool
+        self.pool: Any = pool
         self.kv_buffer: Any = (rows := pool.rows)
         self.page_size, self.page_num = page_size, rows.shape[0]
         self.size = self.page_num * page_size
@@ -78,13 +78,7 @@ class HostRows(HostKVCache):
 
     def destroy(self) -> None:
         """Drop the reference to the memory. It is unpinned when its last owner drops it."""
-        self.kv_buffer = self._pool = None
-
-    @property
-    def pool(self) -> Any:
-        """The memory of the rows."""
-        assert self._pool is not None, "the pool is destroyed"
-        return self._pool
+        self.kv_buffer = self.pool = None
 
     @property
     def held(self) -> int:

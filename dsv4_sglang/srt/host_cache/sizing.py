@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import Tensor
-
-from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
 
@@ -14,23 +9,6 @@ GB = 10**9
 # Snapshots per block on the host, relative to the device's default. The host holds conversations that the device has
 # evicted, and many of them are short; see docs/benchmarks/results.md.
 MORE_SNAPSHOTS = 11 / 8
-
-
-@dataclass(frozen=True)
-class HostDemand:
-    """Number of blocks and snapshots on the host, and the bytes of one of each: a host row with its padding.
-
-    `bytes` is the total. The allocations are rounded up to whole pages in addition.
-    """
-
-    blocks: int
-    snapshots: int
-    block_bytes: int
-    snapshot_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        return self.blocks * self.block_bytes + self.snapshots * self.snapshot_bytes
 
 
 def host_demand(
@@ -43,8 +21,8 @@ def host_demand(
     size_gb: float,
     max_snapshots: int | None,
     host_snapshots: int | None,
-) -> HostDemand:
-    """Compute the size of the host cache.
+) -> tuple[int, int]:
+    """Return the number of blocks and snapshots of the host cache.
 
     The total is `size_gb`, or `ratio` times the memory of the device's blocks and snapshots. It is divided so that the
     host has MORE_SNAPSHOTS times as many snapshots per block as the device. For this, the device's snapshots are
@@ -54,7 +32,7 @@ def host_demand(
     Args:
         device_blocks: blocks on the device.
         device_snapshots: snapshots on the device.
-        block_bytes: bytes of a block on the host.
+        block_bytes: bytes of a block on the host, a row with its padding.
         snapshot_bytes: bytes of a snapshot on the host.
         ratio: --hicache-ratio, used if `size_gb` is 0.
         size_gb: --hicache-size in GB (10^9 bytes).
@@ -80,28 +58,4 @@ def host_demand(
             f"the host cache would have {blocks} blocks and {snapshots} snapshots ({flag}, option host_snapshots "
             f"{host_snapshots}); expected at least one of each: raise --hicache-ratio or --hicache-size"
         )
-    return HostDemand(blocks, snapshots, block_bytes, snapshot_bytes)
-
-
-def host_table(demand: HostDemand, blocks: Tensor, snapshots: Tensor, policy: str) -> str:
-    """Return the log text of the host pools, in the format of the device's pool table.
-
-    Args:
-        demand: size of the host cache.
-        blocks: [blocks, block_bytes] uint8.
-        snapshots: [snapshots, snapshot_bytes] uint8.
-        policy: --hicache-write-policy.
-    """
-    pinned = "pinned" if blocks.is_pinned() else "not pinned"
-    lines = [
-        f"  {name:<18} {'x'.join(map(str, rows.shape)):>24} {'uint8':<9} {rows.nbytes / 2**30:9.3f} GiB"
-        for name, rows in (("host blocks", blocks), ("host snapshots", snapshots))
-    ]
-    return "\n".join(
-        [
-            f"dsv4_sglang host cache of this process: {demand.blocks * BLOCK} tokens in {demand.blocks} blocks of "
-            f"{demand.block_bytes} bytes, {demand.snapshots} snapshots of {demand.snapshot_bytes} bytes; "
-            f"{demand.bytes / 2**30:.3f} GiB of host memory, {pinned}; policy {policy}",
-            *lines,
-        ]
-    )
+    return blocks, snapshots

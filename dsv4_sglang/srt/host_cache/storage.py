@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolTransferResult
 from sglang.srt.mem_cache.storage.file.lru_file_evictor import LRUFileEvictor
 from torch import Tensor
 
 from dsv4_sglang.srt.host_cache.checksummed import or_miss
 from dsv4_sglang.srt.host_cache.folder import (
+    FOLDERS,
     KEY_CHARACTERS,
     LONGEST_TEMPORARY,
     ORPHANS,
@@ -32,7 +32,6 @@ from dsv4_sglang.srt.integration import compat
 
 log = logging.getLogger(__name__)
 
-DEFAULT_FOLDER = "/tmp/hicache"
 # Reason for a page that was changed, or that belongs to another name.
 WRONG_CHECKSUM = "wrong checksum"
 # The longest key of a page, and the longest suffix that `use_name` appends to its name.
@@ -90,15 +89,15 @@ class FileStorage(HiCacheFile):
     """SGLang's file storage, with a checksum in each file. A truncated or changed file is a miss. It is removed with a
     warning, so that the page is stored again."""
 
-    def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
-        variable = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
-        named = variable.get() or compat.folder_in_config(storage_config)
-        folder = own_folder(named, file_path, variable.name)
+    def __init__(self, storage_config: Any, file_path: str = FOLDERS["file"][1]) -> None:
+        variable, _ = FOLDERS["file"]
+        named = os.environ.get(variable) or compat.folder_in_config(storage_config)
+        folder = own_folder(named, file_path, variable)
         self._mode = folder.stat().st_mode & 0o666
         super().__init__(storage_config, file_path)
         self._first_suffix: str = self.config_suffix
         longest = f"{LONGEST_KEY}.{SNAPSHOTS}{self.config_suffix}{LONGEST_UPDATE}.bin"
-        require_names(folder / longest.ljust(len(longest) + LONGEST_TEMPORARY, "~"), variable.name)
+        require_names(folder / longest.ljust(len(longest) + LONGEST_TEMPORARY, "~"), variable)
         self._folder = UsedFolder(folder, bool(named), self._forget)
         self._folder.use(self.config_suffix[1:])
         compat.bound_folder(self, FolderEvictor, storage_config)

@@ -12,17 +12,20 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, build_pool_entry
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, describe_weights
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
-from dsv4_sglang.srt.host_cache.sizing import HostDemand, host_demand, host_table
-from dsv4_sglang.srt.host_cache.watch import LoadEvents, LoadWatch
+from dsv4_sglang.srt.host_cache.sizing import host_demand
+from dsv4_sglang.srt.host_cache.watch import LoadWatch
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.metrics import CopyTimer
 from dsv4_sglang.srt.integration.options import model_overrides
+from dsv4_sglang.srt.integration.startup_check import ending_with_the_reason
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 
 log = logging.getLogger(__name__)
@@ -70,8 +73,7 @@ class TransferController(HybridCacheController):
             return -1
         _, from_host = compat.copy_streams(self)
         from_host.wait_stream(self.forward_stream)
-        counter = self.layer_done_counter
-        load = self.watch.begin(self.load_queue, counter.events[(counter.producer_index + 1) % len(counter.events)])
+        load = self.watch.begin(self.load_queue)
         with self.loads.measure(from_host):
             consumer = super().start_loading()
         load.ack = self.ack_load_queue[-1]
@@ -153,6 +155,7 @@ class HostStack(StackStrategy):
     def matches(self, kvcache: Any, components: set[ComponentType]) -> bool:
         return isinstance(kvcache, CacheKVPool) and components == {ComponentType.FULL, ComponentType.MAMBA}
 
+    @ending_with_the_reason()
     def build(
         self,
         *,
@@ -160,29 +163,29 @@ class HostStack(StackStrategy):
         kvcache: CacheKVPool,
         params: Any,
         server_args: Any,
-        load_cache_event: Any,
         storage_backend: str | None = None,
-        storage_backend_extra_config: dict[str, Any] | None = None,
-        prefetch_threshold: int = 256,
         model_name: str | None = None,
-        enable_storage_metrics: bool = False,
+        **of_controller: Any,
     ) -> Any:
+        """Build the pools and the controller. `of_controller`: arguments of SGLang's controller."""
         device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
+        # Resolved settings: since 0.5.23 ServerArgs lack the default of --hicache-ratio.
+        memory = get_memory()
         spare = 0 if storage_backend is None else CHECKSUM_BYTES
-        demand = host_demand(
+        sizes = host_demand(
             device_blocks=device_blocks.size // params.page_size,
             device_snapshots=storage.snapshots,
             block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool], spare),
             snapshot_bytes=host_row_bytes(storage.layout.snapshot_bytes, spare),
-            ratio=server_args.hicache_ratio,
-            size_gb=server_args.hicache_size,
+            ratio=memory.hicache_ratio,
+            size_gb=memory.hicache_size,
             max_snapshots=self.max_snapshots,
             host_snapshots=self.host_snapshots,
         )
         # The host cache's device memory (33 MB on Flash) is not released while a server sleeps: part of it is state.
-        blocks, snapshots = _host_pools(kvcache, demand, spare)
+        blocks, snapshots = _host_pools(kvcache, *sizes, spare)
         component = cache.components[ComponentType.MAMBA]
-        component.slots.add_host_cache(demand.snapshots)
+        component.slots.add_host_cache(snapshots.page_num)
         layers = len(device_blocks.layout.schemas)
         entries = [
             build_pool_entry(
@@ -208,7 +211,7 @@ class HostStack(StackStrategy):
             model_name = page_name(
                 model_name,
                 device_blocks.layout,
-                (demand.block_bytes, demand.snapshot_bytes),
+                (blocks.row_bytes, snapshots.row_bytes),
                 overrides=model_overrides(server_args.json_model_override_args),
                 **weight_facts(compat.flags(server_args)),
             )
@@ -220,25 +223,27 @@ class HostStack(StackStrategy):
             compat.host_pool_group(entries),
             params.page_size,
             params.tp_cache_group,
-            load_cache_event=load_cache_event,
             attn_cp_group=params.attn_cp_cache_group,
             attn_tp_group=params.attn_tp_cache_group,
             pp_group=params.pp_cache_group,
-            write_policy=server_args.hicache_write_policy,
-            io_backend=server_args.hicache_io_backend,
+            write_policy=memory.hicache_write_policy,
+            io_backend=memory.hicache_io_backend,
             storage_backend=storage_backend,
-            prefetch_threshold=prefetch_threshold,
             model_name=model_name,
-            storage_backend_extra_config=storage_backend_extra_config,
             **compat.transfer_layers(layers),
-            enable_storage_metrics=enable_storage_metrics,
+            **of_controller,
         )
         controller.forward_stream = cache.forward_stream
         controller.watch = LoadWatch()
         controller.saves, controller.loads = CopyTimer(storage.device), CopyTimer(storage.device)
-        counter = controller.layer_done_counter
-        counter.events = [LoadEvents(counter.num_layers) for _ in counter.events]
-        log.info(host_table(demand, blocks.kv_buffer, snapshots.kv_buffer, server_args.hicache_write_policy))
+        log.info(
+            "dsv4_sglang host cache of this process: %d tokens in %d blocks of %d bytes, %d snapshots of %d bytes; "
+            "%.3f GiB of host memory, %s; policy %s",
+            *(blocks.size, blocks.page_num, blocks.row_bytes, snapshots.page_num, snapshots.row_bytes),
+            (blocks.kv_buffer.nbytes + snapshots.kv_buffer.nbytes) / 2**30,
+            "pinned" if blocks.pin_memory else "not pinned",
+            memory.hicache_write_policy,
+        )
         return compat.stack_of_pools(
             layers,
             host_pool_group=controller.mem_pool_host,
@@ -249,14 +254,13 @@ class HostStack(StackStrategy):
         )
 
 
-def _host_pools(kvcache: CacheKVPool, demand: HostDemand, spare: int) -> tuple[HostBlocks, HostSnapshots]:
-    storage = kvcache.mamba_pool.storage
+def _host_pools(kvcache: CacheKVPool, blocks: int, snapshots: int, spare: int) -> tuple[HostBlocks, HostSnapshots]:
     try:
-        blocks = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], demand.blocks, spare=spare)
-        snapshots = HostSnapshotPool(storage, demand.snapshots, spare=spare)
+        block_pool = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], blocks, spare=spare)
+        snapshot_pool = HostSnapshotPool(kvcache.mamba_pool.storage, snapshots, spare=spare)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"the host cache does not fit: {demand.blocks} blocks and {demand.snapshots} snapshots a process take "
-            f"{demand.bytes / 2**30:.2f} GiB. Lower --hicache-ratio or --hicache-size. {error}"
-        ) from error
-    return HostBlocks(blocks), HostSnapshots(snapshots)
+        raise LaunchError(
+            f"the host cache does not fit: {blocks} blocks and {snapshots} snapshots a process; lower --hicache-ratio "
+            f"or --hicache-size. {error}"
+        ) from None
+    return HostBlocks(block_pool), HostSnapshots(snapshot_pool)

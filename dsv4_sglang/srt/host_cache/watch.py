@@ -9,7 +9,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.watchdog import WatchdogRaw
 
@@ -17,22 +16,6 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-
-class LoadEvents(LayerLoadingEvent):
-    """SGLang's per-layer events of a load, with the number of recorded ones. An event that is not recorded yet would
-    otherwise count as reached."""
-
-    launched = 0
-
-    def complete(self, layer_index: int) -> None:
-        super().complete(layer_index)
-        self.launched = layer_index + 1
-
-    def missing(self) -> int:
-        """Return the first layer that has not arrived."""
-        layers = range(self.launched)
-        return next((layer for layer in layers if not self.load_events[layer].query()), self.launched)
 
 
 @dataclass
@@ -43,7 +26,6 @@ class Load:
     requests: list[Req]
     blocks: int
     snapshots: int
-    events: LoadEvents
     # SGLang's events of the load's start and end on the device. None until it is launched.
     ack: Any = None
 
@@ -75,21 +57,15 @@ class LoadWatch:
         """Note that the next load is also for this request."""
         self._requests.append(req)
 
-    def begin(self, operations: Iterable[Any], events: LoadEvents) -> Load:
-        """Record a load before its launch.
-
-        Args:
-            operations: load operations of SGLang's controller.
-            events: its per-layer events.
-        """
+    def begin(self, operations: Iterable[Any]) -> Load:
+        """Record a load before its launch. `operations`: load operations of SGLang's controller."""
         while self._loads and self._loads[0].has_ended:
             self._loads.popleft()
         operations, requests = list(operations), self._requests
         blocks = sum(len(operation.host_indices) for operation in operations) // BLOCK
         snapshots = sum(len(rows.host_indices) for operation in operations for rows in operation.pool_transfers or ())
         self._count, self._requests = self._count + 1, []
-        events.launched = 0
-        self._loads.append(load := Load(self._count, requests, blocks, snapshots, events))
+        self._loads.append(load := Load(self._count, requests, blocks, snapshots))
         return load
 
     def oldest(self) -> Load | None:
@@ -122,11 +98,11 @@ class LoadWatch:
 
         if (load := self.oldest()) is None:
             return ""
-        rids, layer = ", ".join(req.rid for req in load.requests), load.events.missing()
+        rids = ", ".join(req.rid for req in load.requests)
         message = (
             f"a load from host memory has not ended in {seconds:g} s: {load.blocks} blocks and {load.snapshots} "
-            f"snapshots for the requests {rids}; layer {layer} has not arrived. Steps wait for it, so the server "
-            "ends. If its copies are only slow, raise the option host_load_timeout_seconds"
+            f"snapshots for the requests {rids}. Steps wait for it, so the server ends. If its copies are only slow, "
+            "raise the option host_load_timeout_seconds"
         )
         reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError").to_json()
         for req in load.requests:

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
-from sglang.srt.environ import envs
-
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, STORAGES, on_grid
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
 
-# Variable with the folder of a storage. Without it, all servers of a machine share a folder.
-STORAGE_FOLDERS = {
-    "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
-    "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
-}
 # CUDA graphs of a phase: the only kind that is served, and the reason.
 GRAPHS = (
     ("prefill", "breakable", "a short prefill step is one breakable graph without breaks"),
@@ -36,6 +31,8 @@ VARIABLES = {
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "snapshots need SGLang's unified radix tree",
     "SGLANG_RUST_SERVER": "its requests bypass the validation of fields",
 }
+# The Python package of a storage, and what installs it.
+STORAGE_PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
 
 
 def flag(field: str) -> str:
@@ -154,12 +151,13 @@ def _rejected_with_host_cache(args: Any) -> Iterable[tuple[str, str]]:
             name = f"--hicache-storage-backend {storage}"
             yield name, "it extends the host cache; give --enable-hierarchical-cache"
         return
-    variable = STORAGE_FOLDERS.get(storage)
-    if variable is not None and args.load_format == "dummy" and not variable.get():
+    # Without the variable, all servers of a machine share a folder.
+    variable, _ = FOLDERS.get(storage, ("", ""))
+    if variable and args.load_format == "dummy" and not os.environ.get(variable):
         yield (
             f"--hicache-storage-backend {storage} with --load-format dummy",
             "results of random weights are stored only in a folder that is named; "
-            f"set {variable.name}, or leave the storage out",
+            f"set {variable}, or leave the storage out",
         )
 
 
@@ -300,6 +298,38 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
     if prefix_cache and args.max_running_requests is not None and options.max_snapshots is not None:
         running = args.max_running_requests // _attention_ranks(args)
         require_snapshots(options.max_snapshots, running)
+
+
+def memory_gb() -> int:
+    """Return the memory of this machine in GB (10^9 bytes)."""
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10**9)
+
+
+def reject_for_machine(args: Any) -> None:
+    """Raise LaunchError if this machine lacks what the host cache needs: memory, or the storage's package or folder.
+
+    Create the folder of the storage if it does not exist.
+    """
+    if not args.enable_hierarchical_cache:
+        return
+    size, processes, memory = args.hicache_size, max(1, args.tp_size // args.nnodes), memory_gb()
+    if size * processes > memory:
+        raise LaunchError(
+            f"--hicache-size {size}: {processes} x {size} GB for the processes on this machine, which has {memory} GB "
+            f"of memory; give less than {memory // processes}"
+        )
+    storage = args.hicache_storage_backend
+    if storage in STORAGE_PACKAGES and find_spec(storage) is None:
+        raise LaunchError(
+            f"--hicache-storage-backend {storage}: the Python package {storage} is not installed; run "
+            f"`pip install {STORAGE_PACKAGES[storage]}`, or give file"
+        )
+    variable, default = FOLDERS.get(storage, ("", ""))
+    # SGLang 0.5.23 also reads a folder of `file` from the configuration, which FileStorage checks.
+    if variable and (os.environ.get(variable) or args.hicache_storage_backend_extra_config is None):
+        named = os.environ.get(variable, "")
+        for folder in named.split(",") if storage == "nixl" else [named]:
+            own_folder(folder.strip(), default, variable)
 
 
 def reject_resolved(args: Any) -> None:

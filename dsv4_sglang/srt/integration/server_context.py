@@ -14,7 +14,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.attention import prefill_graphs
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_validation import reject_given, reject_resolved
+from dsv4_sglang.srt.integration.flag_validation import reject_for_machine, reject_given, reject_resolved
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.integration.startup_check import check_started
@@ -66,6 +66,7 @@ class ServerContext:
         if architecture != ARCHITECTURE:
             raise LaunchError(f"the model is a {architecture}; expected {ARCHITECTURE}")
         reject_given(server_args, hf_config, self.options)
+        reject_for_machine(server_args)
         try:
             compat.model_config(hf_config)
         except (KeyError, TypeError, ValueError) as error:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -13,22 +14,29 @@ from dsv4_sglang.srt.integration import compat, sglang_contract
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 
-def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
-    """AROUND `Scheduler.init_model_worker`, which loads the model and builds the pools.
+@contextmanager
+def ending_with_the_reason() -> Iterator[None]:
+    """Context manager in a scheduler process: if the server is rejected inside, print the reason as the last line.
 
-    First check that the private methods that this package overrides still exist. If the server is rejected, print the
-    reason as the last line: SGLang would log a traceback, and its launcher more before it kills itself. SGLang's
-    subprocesses end with the launcher.
+    SGLang would log a traceback, and its launcher more before it kills itself. SGLang's subprocesses end with the
+    launcher.
     """
     try:
-        sglang_contract.require(sglang_contract.override_differences())
-        original(scheduler)
+        yield
     except LaunchError as error:
         if (launcher := multiprocessing.parent_process()) is None or launcher.pid is None:
             raise
         error.show()
         os.kill(launcher.pid, signal.SIGKILL)
         raise SystemExit(1) from None
+
+
+@ending_with_the_reason()
+def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
+    """AROUND `Scheduler.init_model_worker`, which loads the model and builds the pools. First check that the private
+    methods that this package overrides still exist."""
+    sglang_contract.require(sglang_contract.override_differences())
+    original(scheduler)
 
 
 def check_started(scheduler: Any) -> None:

@@ -67,11 +67,9 @@ class BlockComponent(FullComponent):
         for indices in action.indices:
             self.cache.token_to_kv_pool_allocator.free_segment(indices, start_pos=0)
 
-    def evict_component(
-        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
-    ) -> tuple[int, int]:
+    def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
         note_change(self.cache, node)
-        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
+        return super().evict_component(node, *arguments, **named)
 
 
 class SnapshotComponent(MambaComponent):
@@ -111,10 +109,6 @@ class SnapshotComponent(MambaComponent):
             self.metrics.observe("reuse_interval_requests", since, metrics.EVICTED)
         if not len(req.output_ids):
             setattr(req, WAITING, metrics.HIT if resumed else metrics.MISS)
-        self._count_begin(req, resumed)
-        self.metrics.publish()
-
-    def _count_begin(self, req: Req, resumed: int) -> None:
         self.metrics.add("prompt_tokens", len(req.full_untruncated_fill_ids))
         self.metrics.add("lost_tokens", max(0, (req.mamba_branching_seqlen or 0) - resumed))
         if resumed:
@@ -122,6 +116,7 @@ class SnapshotComponent(MambaComponent):
             self.metrics.copied_snapshots(1, timed=True)
         for source, tokens in self.hits(req, resumed).items():
             self.metrics.add("hit_tokens", tokens, source)
+        self.metrics.publish()
 
     def hits(self, req: Req, resumed: int) -> dict[str, int]:
         """Return the `resumed` tokens of a request by the place that had them (`metrics.SOURCES`)."""
@@ -336,14 +331,15 @@ class SnapshotComponent(MambaComponent):
         )
         return not result.mamba_exist
 
+    def path(self, node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:
+        """Yield the nodes from this one up to the child of the root."""
+        while node is not self.tree_core.root_node:
+            yield node
+            node = node.parent
+
     def _above(self, node: UnifiedTreeNode) -> int:
         """Return the registry number of the next snapshot above the node, or 0."""
-        at = node.parent
-        while at is not None and at is not self.tree_core.root_node:
-            if found := self.slots.id_of(at):
-                return found
-            at = at.parent
-        return 0
+        return next((found for at in self.path(node.parent) if (found := self.slots.id_of(at))), 0)
 
     def _below(self, node: UnifiedTreeNode) -> list[int]:
         """Return the registry numbers of the first snapshot on each path below the node."""
@@ -356,15 +352,13 @@ class SnapshotComponent(MambaComponent):
                 stack.extend(at.children.values())
         return found
 
-    def evict_component(
-        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
-    ) -> tuple[int, int]:
+    def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
         note_change(self.cache, node)
         target, slot = compat.evicted_layers(*arguments, **named), self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
             self._on_device_eviction(node, slot, target)
             self.metrics.add("snapshots_evicted", value=self._evicting)
-        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
+        return super().evict_component(node, *arguments, **named)
 
     def _on_device_eviction(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
         self.slots.registry.remove(slot, self._path_hash(node, slot))
@@ -375,10 +369,7 @@ class SnapshotComponent(MambaComponent):
         follows it, since the conversation would resume from that one."""
         if self.slots.registry.following(place):
             return 0
-        parts, at = [], node
-        while at is not self.tree_core.root_node:
-            parts.append(at.key.raw_token_ids()[: len(at.key)])
-            at = at.parent
+        parts = [at.key.raw_token_ids()[: len(at.key)] for at in self.path(node)]
         return int(path_hashes(np.concatenate(parts[::-1]), node.key.extra_key)[-1])
 
     def _evict_device_next_node(self, *arguments: Any, **named: Any) -> None:

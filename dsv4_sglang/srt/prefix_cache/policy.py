@@ -38,8 +38,7 @@ INTERVAL_CAP = 2
 REMEMBERED = 4
 
 # With a host cache, 1/MARGIN of the device is kept free or evictable without a copy (the host has one already), so that
-# an allocation rarely waits for a save. In `benchmarks/tier_simulation.py` 6 % of the saves are waited for. With 16 it
-# would be 1.1 %, but the host would hold more duplicates.
+# an allocation rarely waits for a save. With a larger share the host would hold more duplicates.
 MARGIN = 32
 
 
@@ -86,8 +85,6 @@ class SnapshotRegistry:
         size = capacity + host_rows + 1
         # Columns by number of a snapshot. Tokens of the path that it covers.
         self.length = np.zeros(size, dtype=np.int64)
-        # Tokens to recompute without the snapshot, times SUPERSEDED where that applies.
-        self.recompute_cost = np.zeros(size, dtype=np.float64)
         # Time when the snapshot was taken or last resumed from.
         self.last = np.zeros(size, dtype=np.int64)
         # Moving average of the times between uses, 0 while unknown.
@@ -96,8 +93,8 @@ class SnapshotRegistry:
         self.held = np.zeros(size, dtype=bool)
         # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
+        # The next snapshot on the path to the root, or 0.
         self.previous = np.zeros(size, dtype=np.int64)
-        self._following: list[set[int]] = [set() for _ in range(size)]
         # The next four apply to snapshots in device slots only.
         # The host has a copy.
         self.copied = np.zeros(size, dtype=bool)
@@ -127,19 +124,11 @@ class SnapshotRegistry:
         if self.held[slot]:
             raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
         self.changes += 1
+        # A continued branch keeps its interval. A fork starts a branch with no history.
+        self.interval[slot] = self.interval[previous] if previous and not self.following(previous) else 0.0
         self.held[slot] = True
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
-        # A continued branch keeps its interval. A fork starts a branch with no history.
-        self.interval[slot] = self.interval[previous] if previous and not self._following[previous] else 0.0
-        self.previous[slot] = previous
-        self._following[slot] = set(following)
-        self._following[previous] -= self._following[slot]
-        self._following[previous].add(slot)
-        for after in self._following[slot]:
-            self.previous[after] = slot
-            self._value(after)
-        self._value(slot)
-        self._value(previous)
+        self.previous[slot], self.previous[list(following)] = previous, slot
 
     def remove(self, slot: int, path_hash: int = 0) -> None:
         """Remove an evicted snapshot. Its followers follow the snapshot before it.
@@ -154,22 +143,16 @@ class SnapshotRegistry:
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"snapshot slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
         self.changes += 1
-        if not self._following[slot]:
+        following = self.following(slot)
+        if not following:
             self._waiting_ended(float(self.now - self.last[slot]), used=False)
             if path_hash:
                 self._ghosts.pop(path_hash, None)
                 self._ghosts[path_hash] = int(self.last[slot])
                 if len(self._ghosts) > REMEMBERED * len(self.held):
                     del self._ghosts[next(iter(self._ghosts))]
-        previous = int(self.previous[slot])
-        self._following[previous].discard(slot)
-        self._following[previous] |= self._following[slot]
-        for after in self._following[slot]:
-            self.previous[after] = previous
-            self._value(after)
-        self._following[slot] = set()
+        self.previous[list(following)] = self.previous[slot]
         self._forget(slot)
-        self._value(previous)
 
     def _forget(self, slot: int) -> None:
         for column in (self.held, self.copied, self.pending_write, self.attempted, self.evicted_next):
@@ -188,16 +171,10 @@ class SnapshotRegistry:
         if not self.held[slot] or self.locks[slot] or self.held[to]:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not held, locked, or taken")
         self.changes += 1
-        for column in (self.length, self.recompute_cost, self.last, self.interval, self.previous):
+        self.previous[list(self.following(slot))] = to
+        for column in (self.length, self.last, self.interval, self.previous):
             column[to] = column[slot]
         self.locks[to] = 0
-        following, self._following[slot] = self._following[slot], set()
-        self._following[to] = following
-        for after in following:
-            self.previous[after] = to
-        siblings = self._following[int(self.previous[slot])]
-        siblings.discard(slot)
-        siblings.add(to)
         self._forget(slot)
         self.held[to] = True
 
@@ -207,7 +184,7 @@ class SnapshotRegistry:
         since = float(self.now - self.last[slot])
         known = self.interval[slot]
         self.interval[slot] = since if known == 0 else (known + since) / 2
-        if not self._following[slot]:
+        if not self.following(slot):
             self._waiting_ended(since, used=True)
         self.last[slot] = self.now
         return since
@@ -257,19 +234,17 @@ class SnapshotRegistry:
 
     def superseded(self, slot: int) -> bool:
         """Return True if a later snapshot is on the same branch, on the device or on the host."""
-        return len(self._following[slot]) == 1
+        return len(self.following(slot)) == 1
 
-    def following(self, slot: int) -> frozenset[int]:
+    def following(self, slot: int) -> set[int]:
         """Return the next snapshots on the paths below this one. For 0, return the first snapshot of each path."""
-        return frozenset(self._following[slot])
+        return set(np.flatnonzero(self.held & (self.previous == slot)).tolist())
 
-    def __len__(self) -> int:
-        return int(self.held.sum())
-
-    def _value(self, slot: int) -> None:
-        if slot:
-            saved = self.length[slot] - self.length[self.previous[slot]]
-            self.recompute_cost[slot] = saved * (SUPERSEDED if self.superseded(slot) else 1.0)
+    def recompute_cost(self) -> np.ndarray:
+        """Return the tokens to recompute without each snapshot, times SUPERSEDED where that applies."""
+        followers = np.bincount(self.previous[self.held], minlength=len(self.held))
+        saved = self.length - self.length[self.previous]
+        return saved * np.where(followers == 1, SUPERSEDED, 1.0)
 
     def reuse_interval(self) -> np.ndarray:
         """Return the expected time to reuse (reciprocal of its probability), [capacity + host_rows + 1] float64."""
@@ -295,7 +270,7 @@ class SnapshotRegistry:
 
     def eviction_score(self) -> np.ndarray:
         """Return `reuse_interval` divided by `recompute_cost`, by number. The highest score is evicted first."""
-        return self.reuse_interval() / np.maximum(self.recompute_cost, 1e-9)
+        return self.reuse_interval() / np.maximum(self.recompute_cost(), 1e-9)
 
     def to_copy(self) -> list[int]:
         """Return the slots that the host should copy at once, most valuable first."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_spec
+from torch.nn.utils.rnn import pad_sequence
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration import compat
@@ -41,13 +42,9 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     original(batch)
     plan: list[list[tuple[int, int]]] = getattr(batch, PLAN)
     batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
-    if not any(plan):
-        return
-    table = torch.zeros(len(plan), max(1, *(len(taken) for taken in plan)), 2, dtype=torch.int64)
-    for row, taken in enumerate(plan):
-        if taken:
-            table[row, : len(taken)] = torch.tensor(taken)
-    setattr(batch, TABLE, table.to(batch.device, non_blocking=True))
+    if any(plan):
+        table = pad_sequence([torch.tensor(taken, dtype=torch.int64).view(-1, 2) for taken in plan], batch_first=True)
+        setattr(batch, TABLE, table.to(batch.device, non_blocking=True))
 
 
 def pass_plan_to_backend(
