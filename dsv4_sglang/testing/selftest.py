@@ -106,10 +106,9 @@ def _make_cache(ratio: int, formats: Formats, device: torch.device | str) -> tup
     )
     manager.admit_request()
     slot = manager.admit_request()
-    if ratio:
-        manager.allocate_block()
-        for _ in range(2):
-            manager.allocate_block(slot)
+    manager.allocate_block()
+    for _ in range(2):
+        manager.allocate_block(slot)
     for state in manager.state.compressor_states.values():
         state.fill_(float("nan"))
     for table in (manager.state.rings, *(table for pool in manager.paged_pools if pool for table in pool.allocations)):
