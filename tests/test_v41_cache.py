@@ -21,6 +21,7 @@ from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
 
 from dsv4_sglang.cache import StateStorage
 from dsv4_sglang.cache import step as step_module
+from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41 import V41LayerSchema, v41_layout
@@ -204,7 +205,7 @@ class Play:
 
     def __init__(self, seed: int, draft_tokens: int = 0, device: torch.device = CPU) -> None:
         self.g = torch.Generator().manual_seed(seed)
-        self.device, self.draft_tokens = device, draft_tokens
+        self.device, self.draft_tokens = resolve_device(device), draft_tokens
         self.layout = v41_layout(SCHEDULE, device, draft_tokens=draft_tokens, draft_layers=1)
         self.state = StateStorage(self.layout, 6, snapshots=3)
         self.pools = make_paged_pools(self.layout, dict.fromkeys(self.layout.kinds, 24))
@@ -222,7 +223,7 @@ class Play:
 
     def begin_step(self, requests: list[tuple[int, int, int]], track_slots: Tensor | None = None) -> V41Step:
         """Return a step of requests, given as (slot, tokens before the step, tokens of the step)."""
-        slots, prefix, counts = self.ids(*requests).T
+        slots, prefix, counts = self.ids(*requests).T.contiguous()
         owner = torch.repeat_interleave(torch.arange(len(requests), device=self.device), counts)
         query_start = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         positions = (prefix - query_start[:-1])[owner] + torch.arange(len(owner), device=self.device)
