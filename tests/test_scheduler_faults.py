@@ -64,7 +64,8 @@ def loaded_without_the_draft_models_ring(patch: pytest.MonkeyPatch) -> None:
 
     def loaded(pool: HostSnapshotPool, snapshot: int, row: int) -> None:
         load(pool, snapshot, row)
-        rings = [table for table in pool._tables if table.shape == pool._tables[0].shape]
+        (tables,) = pool._views
+        rings = [table for table in tables if table.shape == tables[0].shape]
         rings[-1][snapshot - 1] = 1
 
     patch.setattr(HostSnapshotPool, "load", loaded)
