@@ -26,8 +26,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-# Tokens per hash id in Mooncake's trace format.
-HASH_BLOCK = 512
+from benchmarks.trace_file import HASH_BLOCK, perfect_hits
+from benchmarks.trace_file import load as read
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,6 @@ def requests(config: TraceConfig, pause_s: float) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from benchmarks.trace_file import load as read
-    from benchmarks.trace_file import perfect_hits
-
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--agents", type=int, default=32, help="concurrent sessions (%(default)s)")
     options.add_argument("--sessions", type=int, help="sessions in total (default: two per agent)")

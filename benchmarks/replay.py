@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.agent_trace import Ideal, Turn
-
-# Smaller ids are special tokens.
-FIRST_TOKEN_ID = 10
-
+from benchmarks.trace_file import FIRST_TOKEN_ID
 
 TIERS = ("device", "host", "storage")
 

@@ -42,10 +42,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import serve, serve_plan, servers
-from benchmarks.agent_trace import HASH_BLOCK
 from benchmarks.environment import environment
 from benchmarks.replay import Client
-from benchmarks.trace_file import Request, computed_hits, load, perfect_hits
+from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
 from benchmarks.turns import FLAGS, spread
 
 WARM_REQUESTS, WARM_OUTPUT, WARM_ROUNDS = 48, 8, 5

@@ -15,9 +15,10 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from benchmarks.agent_trace import HASH_BLOCK
-from benchmarks.replay import FIRST_TOKEN_ID
-
+# Tokens per hash id in Mooncake's trace format.
+HASH_BLOCK = 512
+# Smaller ids are special tokens.
+FIRST_TOKEN_ID = 10
 OPEN: dict[str, Callable[..., IO[Any]]] = {".xz": lzma.open, ".gz": gzip.open}
 
 

@@ -15,10 +15,11 @@ import pytest
 import dsv4_sglang
 from dsv4_sglang.cli import doctor
 from dsv4_sglang.srt.integration import activate, compat, sglang_contract
-from dsv4_sglang.srt.integration.hooks import Hook, hooks_of
+from dsv4_sglang.srt.integration.hooks import hooks_of
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.integration.server_context import ServerContext
+from dsv4_sglang.srt.integration.sglang_contract import Hook
 from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
 
 PACKAGE = Path(dsv4_sglang.__file__).parent

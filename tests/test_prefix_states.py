@@ -11,9 +11,9 @@ from dsv4_sglang.cache import CacheLayout, StateStorage
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.integration import metrics
-from dsv4_sglang.srt.integration.metrics import CopyTimer
 from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.memory import copy_timer
+from dsv4_sglang.srt.memory.copy_timer import CopyTimer
 from dsv4_sglang.srt.memory.pools import StateParams, StateSlotPool
 from dsv4_sglang.srt.memory.served_layout import served_layout
 
@@ -112,7 +112,7 @@ class LateEvent:
 def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of events is bounded in processes that never read the timer. Only the first tensor-parallel process
     publishes its counters."""
-    monkeypatch.setattr(metrics, "_event", LateEvent)
+    monkeypatch.setattr(copy_timer, "_event", LateEvent)
     monkeypatch.setattr(LateEvent, "made", 0)
     monkeypatch.setattr(LateEvent, "recorded", 0)
     timer, seen = CopyTimer("cuda"), list[float]()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import agent_trace, trace
-from benchmarks.agent_trace import HASH_BLOCK, TraceConfig
+from benchmarks.agent_trace import TraceConfig
 from benchmarks.replay import TIERS, Answer
-from benchmarks.trace_file import Request, computed_hits, load, perfect_hits
+from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
 
 TINY = TraceConfig(
     conversations=4, active=2, systems=(512, 1024), turns=(3, 5), tokens=(1_800, 3_000), generate=(4, 8), branching=0.3

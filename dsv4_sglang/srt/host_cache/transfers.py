@@ -22,10 +22,9 @@ from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshot
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.watch import LoadWatch
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.metrics import CopyTimer
+from dsv4_sglang.srt.integration.launch_error import LaunchError, ending_with_the_reason
 from dsv4_sglang.srt.integration.options import model_overrides
-from dsv4_sglang.srt.integration.startup_check import ending_with_the_reason
+from dsv4_sglang.srt.memory.copy_timer import CopyTimer
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration import compat, sglang_contract
 from dsv4_sglang.srt.integration.flag_validation import reject_release
-from dsv4_sglang.srt.integration.hooks import Hook, hooks_of
+from dsv4_sglang.srt.integration.hooks import hooks_of
 from dsv4_sglang.srt.integration.launch_command import config_of
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
@@ -100,7 +100,7 @@ def _register_caches(options: Options, server_args: Any) -> None:
             register_storages()
 
 
-def _apply(hooks: tuple[Hook, ...]) -> None:
+def _apply(hooks: tuple[sglang_contract.Hook, ...]) -> None:
     """Register and apply the hooks. Raise LaunchError if one was not applied, which SGLang only logs."""
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, hook.kind)

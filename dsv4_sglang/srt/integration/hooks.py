@@ -6,11 +6,8 @@ not exist or has parameters that differ from those of the hook.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from sglang.srt.plugins.hook_registry import HookType
+from typing import Any
 
 from dsv4_sglang.srt.attention import prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
@@ -19,6 +16,7 @@ from dsv4_sglang.srt.features import collectives, disaggregation, integrity, sle
 from dsv4_sglang.srt.host_cache import namespaces
 from dsv4_sglang.srt.integration import compat, request_validation, tokenizer_workers
 from dsv4_sglang.srt.integration.server_context import BACKEND, ServerContext
+from dsv4_sglang.srt.integration.sglang_contract import Hook
 from dsv4_sglang.srt.integration.startup_check import build_or_reject
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
@@ -27,26 +25,6 @@ _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUp
 _PREFILL_GRAPHS = SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
 # Hooks by reason: target -> function. A target is empty if the installed release needs no hook.
 Table = dict[str, dict[str, Callable[..., Any]]]
-
-
-class Hook(NamedTuple):
-    """A changed function of SGLang.
-
-    Attributes:
-        target: qualified name.
-        function: the hook. It wraps the target if its first parameter is `original`, and replaces it otherwise.
-        reason: why SGLang's function does not work with this cache.
-    """
-
-    target: str
-    function: Callable[..., Any]
-    reason: str
-
-    @property
-    def kind(self) -> HookType:
-        """The kind of the hook in SGLang's registry."""
-        first = next(iter(inspect.signature(self.function).parameters), None)
-        return HookType.AROUND if first == "original" else HookType.REPLACE
 
 
 def keep_backend(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:

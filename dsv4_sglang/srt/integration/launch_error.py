@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -35,3 +39,20 @@ def without_traceback(original: ExceptHook) -> ExceptHook:
             original(kind, error, traceback)
 
     return hook
+
+
+@contextmanager
+def ending_with_the_reason() -> Iterator[None]:
+    """Context manager in a scheduler process: if the server is rejected inside, print the reason as the last line.
+
+    SGLang would log a traceback, and its launcher more before it kills itself. SGLang's subprocesses end with the
+    launcher.
+    """
+    try:
+        yield
+    except LaunchError as error:
+        if (launcher := multiprocessing.parent_process()) is None or launcher.pid is None:
+            raise
+        error.show()
+        os.kill(launcher.pid, signal.SIGKILL)
+        raise SystemExit(1) from None

@@ -6,16 +6,13 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.flag_table import LIMITS
 from dsv4_sglang.srt.integration.launch_error import LaunchError
-
-if TYPE_CHECKING:
-    from dsv4_sglang.srt.integration.hooks import Hook
 
 # Fields of SGLang's ServerArgs that this package reads, in addition to those of `flag_table.LIMITS`.
 FLAGS_READ = (
@@ -38,6 +35,26 @@ FLAGS_READ = (
     "speculative_draft_model_revision",
     "weight_version",
 )
+
+
+class Hook(NamedTuple):
+    """A changed function of SGLang.
+
+    Attributes:
+        target: qualified name.
+        function: the hook. It wraps the target if its first parameter is `original`, and replaces it otherwise.
+        reason: why SGLang's function does not work with this cache.
+    """
+
+    target: str
+    function: Callable[..., Any]
+    reason: str
+
+    @property
+    def kind(self) -> HookType:
+        """The kind of the hook in SGLang's registry."""
+        first = next(iter(inspect.signature(self.function).parameters), None)
+        return HookType.AROUND if first == "original" else HookType.REPLACE
 
 
 def hook_differences(hooks: Iterable[Hook]) -> list[str]:

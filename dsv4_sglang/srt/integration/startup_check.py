@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from dsv4_sglang.srt.integration import compat, sglang_contract
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-
-
-@contextmanager
-def ending_with_the_reason() -> Iterator[None]:
-    """Context manager in a scheduler process: if the server is rejected inside, print the reason as the last line.
-
-    SGLang would log a traceback, and its launcher more before it kills itself. SGLang's subprocesses end with the
-    launcher.
-    """
-    try:
-        yield
-    except LaunchError as error:
-        if (launcher := multiprocessing.parent_process()) is None or launcher.pid is None:
-            raise
-        error.show()
-        os.kill(launcher.pid, signal.SIGKILL)
-        raise SystemExit(1) from None
+from dsv4_sglang.srt.integration.launch_error import ending_with_the_reason
 
 
 @ending_with_the_reason()

@@ -4,17 +4,14 @@ live state slots."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
-from dsv4_sglang.srt.integration.metrics import CopyTimer
+from dsv4_sglang.srt.memory.copy_timer import CopyTimer
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
-
-if TYPE_CHECKING:
-    from dsv4_sglang.srt.memory.pools import StateSlotPool
 
 
 class SnapshotSlots:
@@ -97,11 +94,11 @@ class SnapshotSlots:
         """Return the slot as a device tensor, [1] int64."""
         return self._ids[slot : slot + 1]
 
-    def load_to_active(self, live_pool: StateSlotPool, snapshots: Tensor, live: Tensor) -> None:
+    def load_to_active(self, live_pool: Any, snapshots: Tensor, live: Tensor) -> None:
         """Copy snapshots into live state slots.
 
         Args:
-            live_pool: pool of the live slots.
+            live_pool: `StateSlotPool` of the live slots.
             snapshots: [n] snapshot slots.
             live: [n] live slots.
         """
