@@ -1,4 +1,4 @@
-"""Monitoring of a real server: KV events, metrics and `dsv4-sglang top`.
+"""Monitoring of a real server: KV events, metrics, `dsv4-sglang top`, and Prometheus with the dashboard and the rules.
 
 A mirror that follows the KV events equals the server's tree and predicts the prefix hits.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ import msgspec
 import pytest
 import zmq
 from kv_mirror import Mirror
-from liveness import STUCK_SECONDS
+from liveness import STUCK_SECONDS, Progress
 from rich.console import Console
 from server_harness import FP32, Server, prompt, running
 from sglang.srt.disaggregation.kv_events import KVEventBatch
@@ -25,9 +28,11 @@ from typer.testing import CliRunner
 from dsv4_sglang.cli import app, client
 from dsv4_sglang.cli.top import Page, frame
 from dsv4_sglang.srt.integration.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
+from tools.draw_dashboard import ask, panels, query
 
 pytestmark = pytest.mark.server
 
+DOCKER = Path(__file__).parent.parent.parent / "docker"
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 # 16 device blocks, 6 snapshots and a host cache of 1.5 times that size.
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "2", "--max-total-tokens", "2048")
@@ -140,6 +145,52 @@ def load(server: Server) -> None:
         server.generate(prompt(400, seed=i), 2)
         server.generate(prompt(600, seed=100 + i % 2), 2)
         server.generate(prompt(140, seed=300 + i), 2)
+
+
+@pytest.fixture
+def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
+    """Yield the address of a Prometheus with the configuration and the rules of docker/ that scrapes the server."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed: apt-get install prometheus")
+    shutil.copy(DOCKER / "alerts.yml", tmp_path)
+    config = (DOCKER / "prometheus.yml").read_text()
+    assert "server:30000" in config and "15s" in config
+    # A scrape of a busy machine takes seconds, and Prometheus drops one that takes longer than its interval.
+    config = config.replace("server:30000", f"127.0.0.1:{server.port}").replace("15s", "5s")
+    (tmp_path / "prometheus.yml").write_text(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def has_data(url: str, expression: str) -> bool:
+    """Return True if a query of the dashboard returns a number. A Prometheus that is not ready has none."""
+    try:
+        found = ask(url, "query", query=query(expression, "30m"))["result"]
+    except OSError:
+        return False
+    return any(series["value"][1] != "NaN" for series in found)
+
+
+def test_the_dashboard_has_data_and_the_rules_run(server: Server, prometheus: str) -> None:
+    """A server that saves, loads and evicts has data for every query of the dashboard."""
+    progress = Progress(server.process, server.log)
+    missing = [target["expr"] for panel in panels() for target in panel["targets"]]
+    begin = time.monotonic()
+    while missing := [expression for expression in missing if not has_data(prometheus, expression)]:
+        load(server)
+        server.generate(prompt(5), 2)
+        progress.check()
+        assert time.monotonic() - begin < STUCK_SECONDS, missing
+    (group,) = ask(prometheus, "rules")["groups"]
+    assert len(group["rules"]) == 7 and all(rule["health"] != "err" for rule in group["rules"]), group
 
 
 def test_every_metric_is_published(server: Server) -> None:
