@@ -118,16 +118,10 @@ class V41Step:
             keys: [T, 128] bf16, the latents from `append`, multiplied by the indexer's matrix.
         """
         spec, step = self.schedule[layer], self.metadata
+        index_keys = self._owner(spec).index_keys
         torch.ops.dsv4_sglang.append_v41_keys(
             *(keys, weights.key_norm, weights.rope, weights.eps, spec.ratio),
-            *(
-                step.slots,
-                step.prefix_lens,
-                step.query_start,
-                step.token_request,
-                step.out_loc,
-                self._owner(spec).index_keys,
-            ),
+            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, index_keys),
         )
 
     def select(self, layer: int, weights: V41LayerWeights, q: Tensor, head_weights: Tensor) -> None:

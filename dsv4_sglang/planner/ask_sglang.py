@@ -1,5 +1,7 @@
-"""What the installed release of SGLang computes for given flags, without starting a server: the resolved flags, its
-config of the model, and the capacity of its own cache."""
+"""Values that the installed SGLang computes from given flags without starting a server.
+
+They are the resolved flags, its model config, and the capacity of its own cache.
+"""
 
 from __future__ import annotations
 
