@@ -88,6 +88,8 @@ def linear(name: str, prefix: str, width: int, out: int, quant_config: Any = Non
     return ReplicatedLinear(width, out, bias=False, quant_config=quant_config, prefix=add_prefix(name, prefix))
 
 
+# A tensor is complete. A named tuple (SGLang's `AttnOutput`) has this process's part of the sum.
+AttentionOutput = Tensor | tuple[Tensor]
 # The normalised latent `[T, q_lora_rank]` from which both queries are projected, or its FP8 codes and scales.
 Latent = Tensor | tuple[Tensor, Tensor]
 
@@ -228,7 +230,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
 
     def forward(
         self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False
-    ) -> Tensor:
+    ) -> AttentionOutput:
         """Compute the attention of a layer.
 
         A CUDA graph of a small batch uses three streams. The current stream writes the cache as soon as it has the raw
@@ -242,11 +244,11 @@ class CachedAttention(in_tree.MqaAttentionBase):
             x: [T, hidden], after the input norm.
             forward_batch: SGLang's batch.
             x_quant: unused.
-            defer_all_reduce: if attention is split over some of the processes only, return this process's part of the
-                sum. Otherwise no effect.
+            defer_all_reduce: if attention is split over processes and the projection does not sum their parts, return
+                this process's part for the caller to sum.
 
         Returns:
-            [T, hidden].
+            [T, hidden], or SGLang's `AttnOutput` of this process's part [T, hidden].
         """
         if x.shape[0] == 0:
             return x
@@ -334,8 +336,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
         else:
             out.copy_(torch_layers.query_norm_rope(q, positions, self.rope, self.eps))
 
-    def _project_out(self, out: LayerOutput, positions: Tensor, defer_all_reduce: bool = False) -> Tensor:
-        """Apply the grouped output projection to the heads `[T, heads, 512]`."""
+    def _project_out(self, out: LayerOutput, positions: Tensor, defer_all_reduce: bool) -> AttentionOutput:
+        """Apply the grouped output projection to the heads `[T, heads, 512]`. Return as `forward` does."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
         if out.rotated or self.fp8_wo_a:
             projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
@@ -345,11 +347,10 @@ class CachedAttention(in_tree.MqaAttentionBase):
             # One GEMM per group, written in token-major order. einsum would write group-major and wo_b copy the result.
             torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2), out=projected.transpose(0, 1))
         y, _ = self.wo_b(projected.flatten(1))
-        # wo_b sums the parts of all processes itself, except if attention is split over only some of them. Then the sum
-        # is computed here, or by SGLang's layer (since 0.5.23, on a GPU).
-        if not defer_all_reduce and 1 < self.attn_tp_size < get_parallel().tp_size:
-            y = dp_attention.attn_tp_all_reduce(y)
-        return y
+        if self.attn_tp_size == 1 or self.wo_b.reduce_results:
+            return y
+        # Each process has its part of the sum. SGLang's CUDA layer sums it, and only if the type says so.
+        return in_tree.mhc.AttnOutput(y) if defer_all_reduce else dp_attention.attn_tp_all_reduce(y)
 
     def _fp8_wo_a(self, grouped: Tensor, inverse_rope_from: Tensor | None) -> Tensor:
         """Apply the first output projection in FP8 by DeepGEMM, with the scale format of the architecture.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsv4_sglang.cache.v41_step import V41LayerWeights
 from dsv4_sglang.srt.attention.backend_v41 import V41LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.models.layers import CachedAttention, DecoderLayer, Latent, linear, linear_fp32
+from dsv4_sglang.srt.models.layers import AttentionOutput, CachedAttention, DecoderLayer, Latent, linear, linear_fp32
 
 
 class V41CompressorWeights(nn.Module):
@@ -73,7 +73,7 @@ class V41Attention(CachedAttention):
 
     def forward(
         self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False
-    ) -> Tensor:
+    ) -> AttentionOutput:
         if x.shape[0] == 0:
             return x
         q_lora, kv = self._down(x)
