@@ -40,7 +40,6 @@ NOT_SERVED = {
     "video_data": "the model takes text only",
     "audio_data": "the model takes text only",
     "modalities": "the model takes text only",
-    "mm_data_mooncake": "the model takes text only",
     "session_params": "sessions have not been tested with this cache; leave it out",
     "lora_id": "adapters have not been tested with this cache; leave it out",
     "multi_item_delimiter_indices": "this cache's backend has no attention mask that keeps items apart; leave it out",
