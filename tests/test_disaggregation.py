@@ -289,15 +289,15 @@ def test_addresses_of_requests_bound_threads_and_memory(monkeypatch: pytest.Monk
 
 
 def test_a_rejected_address_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(disaggregation, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(disaggregation, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(disaggregation, "_rejected", {})
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "90")
     disaggregation._remember("a:1", "another cache")
     manager = Manager("a:1")
-    for now, rooms in ((1120.0, [1]), (1121.0, [1]), (1000.0, [1])):
-        disaggregation.record_failure_reason(lambda *_: None, object(), manager, "a:1", 1 + len(manager.failures))
-        assert list(manager.failures) == rooms
+    for room, clock.now in ((1, 1120.0), (2, 1121.0), (3, 1000.0)):
+        disaggregation.record_failure_reason(lambda *_: None, object(), manager, "a:1", room)
+    assert list(manager.failures) == [1]
 
 
 def test_requests_of_another_cache_fail(

@@ -226,8 +226,8 @@ def test_audits_take_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler = SimpleNamespace(attn_tp_cpu_group=None)
     seen = []
     for _ in range(10):
-        output = SimpleNamespace(internal_state={})
-        (report,) = integrity.add_reports(lambda *_: output, scheduler, None).internal_state[integrity.KEY]
+        output = integrity.add_reports(lambda *_: SimpleNamespace(internal_state={}), scheduler, None)
+        (report,) = output.internal_state[integrity.KEY]
         seen.append((report["audit"], report["age_seconds"]))
         now += 6
     torch.distributed.destroy_process_group()

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 # Delays in seconds before the first notifications of a prefill server about failed requests, and between later ones.
 FIRST_NOTIFICATIONS, NOTIFICATION_INTERVAL = (0, 0.5, 2, 8), 30
-# An address comes from a request, so a client may name many. Limits of the addresses that this process remembers, of the
-# requests that one of them is notified of, and of the threads that notify them.
+# An address comes from a request, so a client may name many. Limits of the addresses that this process remembers, of
+# the requests that one of them is notified of, and of the threads that notify them.
 MAX_ADDRESSES, MAX_ROOMS, MAX_THREADS = 64, 4096, 4
 # Prefill servers that this process has rejected: address -> reason and time. The oldest one is first.
 _rejected: dict[str, tuple[str, float]] = {}

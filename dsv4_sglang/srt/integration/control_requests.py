@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 import torch
-from fastapi import HTTPException
+from fastapi import HTTPException  # noqa: TID251  an exception class; nothing listens
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.communicator import FanOutCommunicator
 
@@ -57,7 +57,10 @@ def guard_control_requests(original: Callable[..., None], scheduler: Any) -> Non
 
 
 def _answer(scheduler: Any, dispatch: Callable[..., Any], request: Any) -> Any:
-    """Return the answer to a request, or send the error. All processes of an attention group run this call, and the first one answers."""
+    """Return the answer to a request, or send the error.
+
+    All processes of an attention group run this call, and the first one answers.
+    """
     if isinstance(request, SCHEDULED):
         return dispatch(request)
     output, error = None, ""
