@@ -58,7 +58,7 @@ def collapse(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def collapse_flat(x_flat: torch.Tensor, pre: torch.Tensor, hc: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """REPLACE `compat.COLLAPSE_STREAMS`: return `collapse` of `x_flat [T, hc * hidden]`."""
+    """REPLACE `mhc.mhc_combine`: return `collapse` of `x_flat [T, hc * hidden]`."""
     return collapse(x_flat.unflatten(1, (hc, -1)), pre).to(out_dtype)
 
 
