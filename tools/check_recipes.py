@@ -89,7 +89,9 @@ def check(recipe: str) -> bool:
     print("\n".join(f"  {name} {version}" for name, version in sorted(versions.items())))
     print(f"{recipe}: {len(found)} packages, {total / 1e9:.2f} GB, resolved in {seconds:.0f} s")
     expected = {"torch": EXPECTED_TORCH[recipe], "sglang": (SGLANG,)}
-    wrong = {name: versions.get(name) for name in expected if versions.get(name, "").split("+")[0] not in expected[name]}
+    wrong = {
+        name: versions.get(name) for name in expected if versions.get(name, "").split("+")[0] not in expected[name]
+    }
     for name, version in wrong.items():
         print(f"{recipe}: {name} {version} would be installed, expected {' or '.join(expected[name])}", file=sys.stderr)
     return not wrong
