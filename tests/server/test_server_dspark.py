@@ -28,11 +28,21 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 CHUNK = 128
 MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--enable-metrics")
-FLAGS += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
+FLAGS += (
+    "--max-running-requests",
+    "4",
+    "--chunked-prefill-size",
+    str(CHUNK),
+    "--speculative-algorithm",
+    "DSPARK",
+    "--tp-size",
+    "2",
+)
 FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_through_selective")
 OPTIONS = {**FP32, "integrity_check": True}
 # By default SGLang computes the Markov bias from bf16 weights.
 ENVIRONMENT = {"SGLANG_DSPARK_OPT_MARKOV_W2_BF16": "0"}
+CUDA_LAYERS = True
 RECORDS, GRAPH_TOKENS = ("drafts",), 100
 # Tolerance of log p, and of a draft's logits, whose magnitude reaches 20.
 TOLERANCE, LOGITS = 1e-4, 2e-3
