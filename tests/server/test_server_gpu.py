@@ -110,8 +110,8 @@ def test_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
 
 @only(PREFILL_GRAPHS)
 def test_duplicates_beside_running_requests(server: Server) -> None:
-    """A decode step stores a running request's snapshot in the slot that a duplicate prompt has just freed. The graph of
-    the prefill step before it has already made its copies, so that the slot keeps the running request's state."""
+    """A decode step stores a running request's snapshot in the slot that a duplicate prompt has just freed. The graph
+    of the prefill step before it has already made its copies, so that the slot keeps the running request's state."""
     server.flush()
     prompts, mark = [prompt(100 + i, seed=50) for i in range(12)], len(server.log_text())
     with ThreadPoolExecutor(1) as pool:
