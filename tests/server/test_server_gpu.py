@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from server_harness import (
     assert_as_cold,
     assert_drafts_are_accepted,
     assert_near,
+    greedy,
     on_rank,
     only,
     prompt,
@@ -44,6 +46,11 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "fp8, 3 drafts": (*LARGE, "4096", *DRAFTS),
     "fp8, no graphs, no overlap, chunks of 128": (*LARGE, "128", "--disable-cuda-graph", "--disable-overlap-schedule"),
     "bf16, chunks of 256": (*LARGE, "256", "--kv-cache-dtype", "bfloat16"),
+    # Every prefill step here is a graph and every decode step is eager, without overlap.
+    "bf16, graphs for prefill only, no overlap": (
+        *(*LARGE, "2048", "--kv-cache-dtype", "bfloat16"),
+        *("--cuda-graph-backend-decode", "disabled", "--disable-overlap-schedule"),
+    ),
     # Admits more requests than fit into the pool after they have grown.
     "fp8, small, 3 drafts": (
         *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "64"),
@@ -62,6 +69,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *(*EAGLE, "--speculative-num-steps", "7", "--speculative-num-draft-tokens", "8"),
     ),
 }
+PREFILL_GRAPHS = "bf16, graphs for prefill only, no overlap"
 TWO_RANKS = ("fp8, two ranks", "fp8, two ranks, 3 drafts")
 # Bounds of the mean distance from fp32, by the format of KV entries: rounding the entries gives a mean |d log p| of
 # 0.004 (bf16) and 0.053 (FP8), and bf16 compute adds 0.014. One corrupted entry gives at least 0.07
@@ -101,7 +109,7 @@ def test_as_on_one_gpu(server: Server, name: str, flags: tuple[str, ...], model:
     assert sum(apart) / len(apart) <= NEAR[name.split(",")[0]]
 
 
-@only("fp8", "bf16, chunks of 256", "fp8, 3 drafts", "fp8, two GPUs")
+@only("fp8", "bf16, chunks of 256", "fp8, 3 drafts", "fp8, two GPUs", PREFILL_GRAPHS)
 def test_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
     """Short prefill steps after prefix hits run as graphs, alone and in a batch, with snapshots inside the step."""
     trunk = prompt(1500, seed=30)
@@ -117,6 +125,31 @@ def test_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
     assert all(got.cached for _, got in asked)
     steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
     assert all("cuda graph: True" in line for line in steps), steps
+
+
+@only(PREFILL_GRAPHS)
+def test_duplicates_beside_running_requests(server: Server) -> None:
+    """A decode step stores a running request's snapshot in the slot that a duplicate prompt has just freed. The graph
+    of the prefill step before it has already made its copies, so that the slot keeps the running request's state."""
+    server.flush()
+    prompts, mark = [prompt(100 + i, seed=50) for i in range(12)], len(server.log_text())
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(server.generate_all, prompts, GENERATED)
+        pairs = 0
+        while not answers.done():
+            duplicates = [prompt(150, seed=100 + pairs)] * 2
+            server.post("/generate", {**greedy([], 1), "input_ids": duplicates})
+            pairs += 1
+    asked = {}
+    for ids, answer in zip(prompts, answers.result()):
+        following = ids + answer.tokens + prompt(60, seed=51)
+        asked[f"after {len(ids)}, beside {pairs} pairs"] = following, server.generate(following, 16)
+    assert [got.cached for _, got in asked.values()] == [128] * len(prompts)
+    assert_as_cold(server, asked)
+    steps = [
+        line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line or "Decode batch" in line
+    ]
+    assert all(("Prefill batch" in line) == ("cuda graph: True" in line) for line in steps), steps
 
 
 @only("fp8, small, 3 drafts", "fp8, small, two ranks, 3 drafts")
@@ -146,19 +179,20 @@ def test_both_ranks_at_once(server: Server, check: Callable[[Asked], None]) -> N
 
 
 @only("fp8, two ranks")
-def test_a_prefill_graph_beside_an_idle_rank(server: Server, check: Callable[[Asked], None]) -> None:
+def test_a_prefill_graph_beside_an_idle_rank(server: Server) -> None:
     """Short prefill steps run as graphs while the other rank is idle, and the idle rank keeps its own prefixes."""
-    trunks = [prompt(700, seed=60 + rank) for rank in (0, 1)]
+    server.flush()
+    trunks, asked = [prompt(700, seed=60 + rank) for rank in (0, 1)], {}
     for rank, trunk in enumerate(trunks):
         server.generate(trunk, 1, **on_rank(rank))
-    mark, asked = len(server.log_text()), []
-    for rank in (0, 1, 0):
-        ids = [*trunks[rank][:640], *prompt(40, seed=62 + len(asked))]
-        asked.append((ids, server.generate(ids, GENERATED, **on_rank(rank))))
-    check(asked)
-    assert [got.cached for _, got in asked] == [640] * 3
+    mark = len(server.log_text())
+    for turn, rank in enumerate((0, 1, 0)):
+        ids = [*trunks[rank][:640], *prompt(40, seed=62 + turn)]
+        asked[f"turn {turn}"] = ids, server.generate(ids, GENERATED, **on_rank(rank))
     steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
+    assert [got.cached for _, got in asked.values()] == [640] * 3
     assert all("cuda graph: True" in line for line in steps), steps
+    assert_as_cold(server, asked)
 
 
 @only("fp8, two ranks")
