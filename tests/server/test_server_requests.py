@@ -89,6 +89,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "received_time": (*OF_ANY_NUMBER, "1.5", str(1 << 70), str(-(1 << 70)), "1e+300"),
     "need_wait_for_mm_inputs": ("None", *OF_FLAG),
 }
+# Accepted values that SGLang answers with an error if `n` is above 1.
+NOT_WITH_N = {("return_sampling_mask", "True"), ("lora_path", "''"), ("kv_hints", "{}")}
 # For each sampling parameter: values that must be answered.
 GOOD: dict[str, tuple[Any, ...]] = {
     "max_new_tokens": (1, 384),
@@ -110,7 +112,8 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "ebnf": ('root ::= "a"',),
     "structural_tag": (None,),
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"), (True, False)),
-    **dict.fromkeys(("no_stop_trim", "ebnf_full_assistant"), (True, False)),
+    "no_stop_trim": (True, False),
+    "ebnf_full_assistant": (),  # SGLang's HTTP server rejects it
     "stream_interval": (1, 384),
     "logit_bias": ({"1": 1.5},),
     "sampling_seed": (0, -1, 384),
@@ -224,6 +227,8 @@ def test_prompts_of_two_chunks(server: Server, n: int) -> None:
     for name in FIELDS:
         # A list has an item of each prompt, and the tests above have the fields that choose the answer.
         for value in VALUES if name not in ("text", "input_ids", "sampling_params", "stream") else ():
+            if n > 1 and (name, repr(value)) in NOT_WITH_N:
+                continue
             if repr(value) in ACCEPTED[name] and not isinstance(value, list):
                 shown = f"{name} = {value!r}"
                 bodies[shown] = {"input_ids": LONG, "sampling_params": usual_params, name: value}
@@ -253,7 +258,7 @@ def test_responses(server: Server) -> None:
     """The endpoint needs the package openai_harmony."""
     model = server.get("/v1/models")["data"][0]["id"]
     status, text = ask(server, {"model": model, "input": "a", "max_output_tokens": 2}, "/v1/responses")
-    assert status == 200 and json.loads(text)["output"], text
+    assert status == 200 and json.loads(text)["usage"]["input_tokens"] == 5, text
 
 
 def test_one_line_says_why(server: Server) -> None:
