@@ -249,6 +249,13 @@ def test_coordination_of_ranks_is_rejected_with_dp_attention(monkeypatch: pytest
     assert rejections() == []
 
 
+def test_cuda_graphs_of_several_gpus_are_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+    (line,) = rejections(**SAVER, tp_size=2)
+    assert line.startswith("SGLANG_MEMORY_SAVER_CUDA_GRAPH with --tp-size 2 is not supported: ")
+    assert rejections(**SAVER) == []
+
+
 @pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
 def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
     variable = f"SGLANG_HICACHE_{storage.upper()}_BACKEND_STORAGE_DIR"

@@ -199,6 +199,10 @@ def _rejected_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
             "SGLang cannot release the memory of breakable graphs; give disabled, or leave one of the two flags out"
         )
         yield "--cuda-graph-backend-prefill breakable with --enable-memory-saver", reason
+    graphs = envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH
+    if graphs.get() and args.tp_size > 1:
+        reason = "releasing CUDA graphs ended a server of two GPUs; leave it out: weights and cache are still released"
+        yield f"{graphs.name} with --tp-size {args.tp_size}", reason
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
