@@ -257,6 +257,8 @@ def test_sizes() -> None:
         make_manager(blocks=0)
     with pytest.raises(ValueError, match="max_snapshots is -1; expected at least 0"):
         make_manager(max_snapshots=-1)
+    with pytest.raises(ValueError, match="host_blocks is 5 and host_requests is 0; give host_requests too"):
+        make_manager(host_blocks=5)
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -327,6 +329,43 @@ def test_no_room_on_either_side() -> None:
     manager.discard(offloaded)
     with pytest.raises(ValueError, match="no longer on the host"):
         manager.discard(offloaded)
+
+
+# --- two caches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_on_the_host_belongs_to_its_cache() -> None:
+    """The other cache has a request in the same host rows, and keeps it."""
+    own, other = (make_manager(slots=1, blocks=3, host_requests=1, host_blocks=2, **EXACT) for _ in range(2))
+    requests = [Request.admit(manager, seed) for seed, manager in enumerate((own, other))]
+    for manager, request in zip((own, other), requests):
+        run_step(manager, [(request, 140)])
+    before = all_bytes(other, requests[1].slot)
+    offloaded, others = own.offload(requests[0].slot), other.offload(requests[1].slot)
+    for call in (other.restore, other.discard):
+        with pytest.raises(
+            ValueError, match="in the host memory of another cache: pass it to the cache that offloaded"
+        ):
+            call(offloaded)
+    assert (other.num_free_slots, other.num_free_blocks) == (1, 3)
+    requests[1].slot = other.restore(others)
+    assert all(torch.equal(a, b) for a, b in zip(all_bytes(other, requests[1].slot), before, strict=True))
+    own.discard(offloaded)
+
+
+def test_a_step_and_a_snapshot_belong_to_their_cache() -> None:
+    own, other = (make_manager(max_snapshots=1, **EXACT) for _ in range(2))
+    request = Request.admit(own, 0)
+    run_step(own, [(request, 128)])
+    step, snapshot = own.begin_step(ints(request.slot), ints(128), ints(0)), own.take_snapshot(request.slot)
+    with pytest.raises(ValueError, match="the step belongs to another cache: begin it with begin_step of this one"):
+        other.layer(0, step)
+    for call in (other.admit_request, other.release_snapshot):
+        with pytest.raises(
+            ValueError, match="the snapshot of 128 tokens has been released, or is one of another cache"
+        ):
+            call(snapshot)
+    assert other.num_free_slots == 3
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
