@@ -95,8 +95,8 @@ class KVCacheManager:
                 raise ValueError(f"{name} is {value}; expected at least {least}")
         if host_blocks and not host_requests:
             raise ValueError(
-                f"host_blocks is {host_blocks} and host_requests is 0; give host_requests too, because a request in host "
-                "memory needs space for its state"
+                f"host_blocks is {host_blocks} and host_requests is 0; give host_requests too, because a request "
+                "in host memory needs space for its state"
             )
         self.config = config
         self.schedule = list(schedule)
