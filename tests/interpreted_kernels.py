@@ -72,6 +72,16 @@ def test_attend_shapes(make, splits, shape):
     check(make, splits, **shape)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attend_to_lists_that_tokens_share(splits):
+    """The output equals, bit for bit, that with a copy of the list for each token."""
+    case = attend_case(tokens=9, heads=5, width=72, shared=2)
+    out = attended(case, splits)
+    assert_attends(out, case, BOUND[torch.bfloat16])
+    case.entry_indices, case.entry_owner = case.entry_indices[case.entry_owner], None
+    assert torch.equal(out, attended(case, splits))
+
+
 def _beside(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy whose last dimension has gaps."""
     return torch.stack([tensor, tensor], -1)[..., 0]
@@ -107,12 +117,13 @@ REJECTED = [
     ("entry_lens", lambda x: x[:-1], "lengths of the list of entries is int32 .8.*expected int32 .9."),
     ("positions", lambda x: x.int(), "positions is int32"),
     ("rope", lambda x: x[:, :32], "rope is float32 .4096, 32."),
+    ("entry_owner", lambda _: torch.zeros(9, dtype=torch.int64), "owner of the list of entries is int64"),
 ]
 
 
 @pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
 def test_attend_rejects_what_it_cannot_read(make):
-    for name, change, message in REJECTED:
+    for name, change, message in REJECTED[: -1 if make is v41_attend_case else None]:
         case = make(tokens=9, heads=5, width=72)
         setattr(case, name, change(getattr(case, name)))
         with pytest.raises(ValueError, match=message):
@@ -282,9 +293,12 @@ def test_prefill_metadata(chunks, tokens):
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
-@pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_sparse_prefill(ratio, kv_format, monkeypatch):
-    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch."""
+@pytest.mark.parametrize("ratio, at_once", [(0, None), (4, None), (128, None), (0, 7), (4, 7), (128, 7)])
+def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
+    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch. `at_once`: tokens
+    whose entries are listed at a time; None for all."""
+    if at_once:
+        monkeypatch.setattr(sparse_prefill, "MAX_LISTED", at_once * 256)
     step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
 
     def sparse(q, table, lists, lens, sink, scale):

@@ -232,7 +232,7 @@ class LayerCacheHandle:
             inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
             n_visible=step.hca_lens if is_hca else step.csa_lens,
-            entry_indices=step.hca_indices if is_hca else None,
+            entry_indices=step.block_table[step.token_request.long()] if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:
