@@ -17,8 +17,10 @@ from dsv4_sglang.attention import (
     triton_metadata,
     triton_output,
 )
+from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.formats import KVBuffer, KVFormat
-from dsv4_sglang.ops.reference import read
+from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.ops.reference import read, read_v41
 from dsv4_sglang.srt.models import triton_latent
 
 # The interpreter truncates bf16 where hardware rounds.
@@ -178,6 +180,37 @@ def test_norm_and_quantise_rejects_what_it_cannot_read():
     ]:
         with pytest.raises(ValueError, match="norm_and_quantise"):
             triton_latent.norm_and_quantise(x, weight, 1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("at", [3, 500], ids=["without RoPE", "with RoPE"])
+@pytest.mark.parametrize("stored", [*KVFormat, *V41KVFormat], ids=str)
+def test_what_is_not_finite_stays_so(stored, at, value):
+    """One such number in an entry of any format reaches the output of the tokens that attend to the entry, and of no
+    other token. FP4 alone saturates an infinity, which the norm before has made NaN."""
+    if stored is V41KVFormat.FP4:
+        value = float("nan")
+    v41, window = isinstance(stored, V41KVFormat), stored is not V41KVFormat.FP4
+    formats = (V41KVFormat.FP8, V41KVFormat.FP4) if v41 else (stored, stored)
+    tables = [torch.zeros(2, 64, kind.width, dtype=kind.dtype) for kind in formats]
+    for table, kind in zip(tables, formats):
+        KVBuffer(table, kind).write(torch.arange(128), torch.randn(128, 512))
+    values = torch.randn(1, 512)
+    values[0, at] = value
+    KVBuffer(tables[0 if window else 1], stored).write(torch.tensor([7]), values)
+    indices = torch.tensor([[3, 7], [3, 5]], dtype=torch.int32)
+    lists = [(table, indices, torch.tensor([2, 2], dtype=torch.int32)) for table in tables]
+    q, sink, positions = torch.randn(2, 5, 512).bfloat16(), torch.zeros(5), torch.tensor([0, 9])
+    arguments = (q, sink, *lists[0], *lists[1], positions, rope(), 512**-0.5)
+    if v41:
+        outs = [triton_attend_v41.attend_v41(*arguments), read_v41.attend_v41(*arguments)]
+    else:
+        outs = [
+            triton_attend.attend(q, AttendInputs.from_op(*arguments[1:], stored.code)),
+            read.attend(*arguments, stored.code),
+        ]
+    for out in outs:
+        assert not out[0].isfinite().all(-1).any() and out[1].isfinite().all()
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])

@@ -64,6 +64,12 @@ def e4m3(code):
 
 
 @triton.jit
+def _e4m3_scale(code):
+    """Convert bytes of e4m3 scales to fp32. Unlike `e4m3` it keeps NaN, the scale of values that were not finite."""
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), e4m3(code))
+
+
+@triton.jit
 def _dims(
     block_at, inside, entries_per_block, is_entry, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr
 ):
@@ -72,7 +78,7 @@ def _dims(
     if FP4:
         codes = tl.load(block_at + inside * FP4_DATA + dim // 2, mask=is_entry, other=0).to(tl.int32)
         scale_at = block_at + entries_per_block * FP4_DATA + inside * FP4_SCALES + dim // FP4_GROUP
-        scale = e4m3(tl.load(scale_at, mask=is_entry, other=0))
+        scale = _e4m3_scale(tl.load(scale_at, mask=is_entry, other=0))
         value = e2m1((codes >> (dim % 2 * 4)) & 15) * scale
     else:
         codes = tl.load(block_at + inside * DIM + dim, mask=is_entry, other=0)
