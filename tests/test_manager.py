@@ -200,6 +200,9 @@ def test_append_with_wrong_inputs() -> None:
         handle.append(kv, csa.weights, score, torch.zeros(1, 256))
     with pytest.raises(ValueError, match=r"weights.index_ape is None"):
         handle.append(kv, dataclasses.replace(csa.weights, index_ape=None), score, torch.zeros(1, 512))
+    short = dataclasses.replace(csa.weights, rope=csa.weights.rope[: LONGEST - 1])
+    with pytest.raises(ValueError, match=r"weights.rope has 511 positions; expected at least 512"):
+        handle.append(kv, short, score, torch.zeros(1, 512))
     with pytest.raises(ValueError, match=r"layer 0 \(SWA\): kv_score has shape \(1, 2048\); expected None"):
         manager.acquire(0, ints(slot), ints(0), ints(0)).append(kv, csa.weights, score)
 
