@@ -249,6 +249,25 @@ def test_slots_and_blocks_that_cannot_be() -> None:
     assert manager.allocate_block(1) == 0
 
 
+def test_released_blocks_leave_the_table() -> None:
+    """Another request may own them, so a step of the slot is rejected until it has new blocks."""
+    manager = make_manager(slots=1)
+    slot = manager.admit_request()
+    for _ in range(2):
+        manager.allocate_block(slot)
+    manager.release_blocks(slot)
+    assert manager.block_tables.eq(-1).all()
+    before = manager.state.rings.clone()
+    with pytest.raises(ValueError, match=r"position 0 of state slot 0, .* has no block: allocate_block\(0\)"):
+        manager.acquire(0, ints(slot), ints(0), ints(0)).append(torch.zeros(1, 512), Layer.make(0, 0).weights)
+    manager.allocate_block(slot)
+    manager.release_blocks(slot)
+    manager.release_request(slot)
+    with pytest.raises(ValueError, match="has no block"):
+        manager.acquire(0, ints(slot), ints(0), ints(0)).append(torch.zeros(1, 512), Layer.make(0, 0).weights)
+    assert torch.equal(manager.state.rings, before)
+
+
 def test_sizes() -> None:
     """The smaller pool sets the number of blocks, because a block id is valid in all layers."""
     manager = make_manager(num_blocks_per_csa_layer=64, num_blocks_per_hca_layer=2)
