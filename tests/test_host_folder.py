@@ -22,12 +22,13 @@ from dsv4_sglang.srt.host_cache.folder import (
     TEMPORARY,
     UNUSED,
     USED,
-    describe_weights,
-    in_use,
+    Cleaning,
     prune,
     stored_files,
 )
+from dsv4_sglang.srt.host_cache.locks import in_use
 from dsv4_sglang.srt.host_cache.storage import FileStorage
+from dsv4_sglang.srt.host_cache.used_folder import describe_weights
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 VARIABLE, DEFAULT_FOLDER = FOLDERS["file"]
@@ -127,12 +128,12 @@ def test_pruning_removes_what_no_server_reads_again(tmp_path: Path) -> None:
     storage = open_storage(folder)
     assert store(storage, 7)
     (folder / f"{name_of('gone')}.lock").touch()
-    assert {file.path for file in prune(folder)} == set(left.values())
+    assert {file.path for file in prune(folder).removed} == set(left.values())
     assert now.exists() and old.exists() and new.exists() and foreign.exists() and stored(storage, 7)
     assert [path.stem for path in folder.glob("*.lock")] == [name_of("m")]
-    assert [file.path for file in prune(folder, unused_days=2)] == [old]
-    assert [file.path for file in prune(folder, names=[name_of("o"), name_of("m")])] == [new]
-    assert prune(folder, unused_days=0) == [] and stored(storage, 7) and foreign.exists()
+    assert [file.path for file in prune(folder, unused_days=2).removed] == [old]
+    assert [file.path for file in prune(folder, names=[name_of("o"), name_of("m")]).removed] == [new]
+    assert prune(folder, unused_days=0) == Cleaning() and stored(storage, 7) and foreign.exists()
 
 
 def test_the_tool(tmp_path: Path) -> None:

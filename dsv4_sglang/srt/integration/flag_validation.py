@@ -329,7 +329,7 @@ def reject_for_machine(args: Any) -> None:
     if variable and (os.environ.get(variable) or args.hicache_storage_backend_extra_config is None):
         named = os.environ.get(variable, "")
         for folder in named.split(",") if storage == "nixl" else [named]:
-            own_folder(folder.strip(), default, variable)
+            own_folder(folder.strip(), default, variable, by_group=storage != "nixl")
 
 
 def reject_resolved(args: Any) -> None:
