@@ -13,6 +13,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt.features.integrity import COPIES, audit
+from dsv4_sglang.srt.host_cache import storage as storage_module
 from dsv4_sglang.srt.host_cache.folder import USED, stored_files
 from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host_cache.storage import FileStorage
@@ -154,19 +156,27 @@ def test_a_storage_that_is_cleared_has_nothing(folder: Path, restarted: Start) -
 
 
 @pytest.mark.parametrize("storage", ["file"], indirect=True)
-def test_a_storage_without_room(folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """Files are limited to less than a page. The server continues without leaving partial files, and stores pages
-    again once there is room."""
+def test_a_storage_without_room(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files are limited to less than a page. The server continues without leaving partial files and with one line a
+    minute, and stores pages again once there is room."""
     others = [9 + token for token in PROMPT]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    clock = 0.0
     with restarted() as server:
+        monkeypatch.setattr(storage_module, "time", SimpleNamespace(monotonic=lambda: clock))
+        caplog.clear()
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
         try:
-            assert server.serve(PROMPT) == 0
-            assert server.serve(PROMPT) == 5 * BLOCK
+            for minute in (1, 2):
+                assert server.serve([50 * minute + token for token in PROMPT]) == 0
+                assert server.serve([50 * minute + token for token in PROMPT]) == 5 * BLOCK
+                lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+                assert len(lines) == minute and "the file system is full" in lines[-1], lines
+                clock += 61
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert "Failed to save tensor" in caplog.text
         assert not pages_in(folder)
         assert server.serve(others) == 0
     with restarted() as server:

@@ -105,8 +105,9 @@ def require_names(path: Path, variable: str) -> None:
         with opened_folder(path.parent) as folder:
             os.close(open_file(path.name, os.O_WRONLY | os.O_CREAT, folder=folder))
             with suppress(FileNotFoundError):  # another process of the server has removed it
-                path.lstat()  # SGLang uses paths, whose length has a limit too
                 os.unlink(path.name, dir_fd=folder)
+        with suppress(FileNotFoundError):
+            path.lstat()  # SGLang uses paths, whose length is limited too
     except OSError as error:
         if error.errno not in FULL:
             raise LaunchError(
@@ -173,7 +174,7 @@ class StoredFile:
 def stored_files(folder: Path, names: Sequence[str] = ()) -> Iterator[StoredFile]:
     """Yield the pages and temporary files of this package in a folder and its subfolders. Skip other files.
 
-    A link or a FIFO that is named as a page counts as a file of zero pages' content: it can be removed, not read.
+    A link or a FIFO that is named as a page is one of them: it can be removed, not read.
 
     Args:
         folder: folder of the storage.

@@ -1,7 +1,7 @@
 """Locks of page names: the file `<name>.lock` in a folder of stored pages.
 
-Each process that uses the pages of a name holds a shared lock. A process that removes them holds the exclusive lock, and
-removes the lock's file only while it holds it. Whoever gets a lock checks that its file is still in the folder.
+Each process that uses the pages of a name holds a shared lock. A process that removes them holds the exclusive lock,
+and removes the lock's file only while it holds it. Whoever gets a lock checks that its file is still in the folder.
 """
 
 from __future__ import annotations

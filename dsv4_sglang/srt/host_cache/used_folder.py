@@ -17,8 +17,8 @@ from dsv4_sglang.srt.host_cache.folder import clear, require_trusted
 
 log = logging.getLogger(__name__)
 
-# Attempts to lock a name at start, SECONDS_BETWEEN apart. `dsv4-sglang storage` locks a name for a moment to see whether
-# it is used.
+# Attempts to lock a name at start, SECONDS_BETWEEN apart. `dsv4-sglang storage` locks a name for a moment to see if it
+# is used.
 ATTEMPTS, SECONDS_BETWEEN = 50, 0.01
 
 _weights: dict[str, str] = {}
@@ -87,7 +87,7 @@ class UsedFolder:
             return self._visit()
 
     def _visit(self) -> bool:
-        """Check the folder, and lock the name if the lock's file is not the folder's. Return True if it is available."""
+        """Check the folder, and lock the name if the lock's file is not the folder's. Return True if it is usable."""
         lost, self._lost = self._lost, ""
         try:
             with opened_folder(self.path) as folder:
