@@ -6,6 +6,8 @@ import logging
 import random
 import resource
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -238,6 +240,36 @@ def fetched(server: HostCacheServer, tokens: list[int]) -> int:
 
 def host_held(server: HostCacheServer) -> tuple[int, int]:
     return server.cache.full_kv_pool_host.held, server.cache.mamba_pool_host.held
+
+
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
+def test_a_flush_waits_for_the_thread_that_reads(monkeypatch: pytest.MonkeyPatch, restarted: Start) -> None:
+    """Otherwise the thread writes to rows that were freed, and that have new contents by then."""
+    with restarted() as server:
+        server.serve(PROMPT)
+    reading, flushed, get = threading.Event(), threading.Event(), FileStorage.get
+    read: list[str] = []
+
+    def late(self: FileStorage, key: str, *arguments: Any, **named: Any) -> Any:
+        reading.set()
+        while not (server.controller.storage_stop_event.is_set() or flushed.is_set()):
+            time.sleep(0.001)
+        time.sleep(0.05)  # a flush that does not wait is over by then
+        found = get(self, key, *arguments, **named)
+        read.append(key)
+        return found
+
+    with restarted() as server, monkeypatch.context() as patch:
+        patch.setattr(FileStorage, "get", late)
+        request = server.begin_prefetch(PROMPT)
+        while not reading.is_set():
+            server.cache.check_hicache_events()
+            time.sleep(0.001)
+        server.cache.release_aborted_request(request)
+        server.cache.reset()
+        before = list(read)
+        flushed.set()
+        assert before and before == read
 
 
 @fetches
