@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from dsv4_sglang.cli import app
 from dsv4_sglang.srt.host_cache import locks, used_folder
 from dsv4_sglang.srt.host_cache import storage as storage_module
-from dsv4_sglang.srt.host_cache.folder import LONGEST_TEMPORARY, clear, own_folder, prune
+from dsv4_sglang.srt.host_cache.folder import clear, own_folder, prune
 from dsv4_sglang.srt.host_cache.locks import in_use, weights_of
 from dsv4_sglang.srt.host_cache.storage import LONGEST_KEY, LONGEST_UPDATE, FileStorage
 from dsv4_sglang.srt.host_cache.used_folder import UsedFolder, describe_weights
@@ -49,8 +49,7 @@ def locked(folder: Path) -> list[str]:
 
 
 def longest_name() -> str:
-    longest = f"{LONGEST_KEY}.deepseek_v4_c4_state_{name_of('m')}{LONGEST_UPDATE}.bin"
-    return longest.ljust(len(longest) + LONGEST_TEMPORARY, "~")
+    return f"{LONGEST_KEY}.deepseek_v4_c4_state_{name_of('m')}{LONGEST_UPDATE}.bin"
 
 
 PLANTED = {
