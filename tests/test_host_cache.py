@@ -525,13 +525,15 @@ def test_a_save_evicts_nothing_of_its_own_path(monkeypatch: pytest.MonkeyPatch) 
     server = HostCacheServer(monkeypatch, seed=0, blocks=40, host_blocks=8)
     cache, slots = server.cache, server.component.slots
     server.serve(prompt(0, blocks=6))
-    assert cache.full_kv_pool_host.held == 6
     server.serve(prompt(0, blocks=10))
+    held = cache.full_kv_pool_host.held, cache.mamba_pool_host.held
+    assert held == (8, 3), "the snapshots at 4, 6 and 8 blocks"
     (end,) = (node for node in slots.nodes.values() if len(server.tokens_of(node)) == 10 * BLOCK)
     slots.registry.use(slots.id_of(end))
     cache.save_now(end)
     server.settle()
-    assert cache.full_kv_pool_host.held >= 6 and not slots.registry.copied[slots.id_of(end)]
+    assert (cache.full_kv_pool_host.held, cache.mamba_pool_host.held) == held
+    assert not slots.registry.copied[slots.id_of(end)]
     server.check()
     server.check_contents()
     server._make_room(40)
