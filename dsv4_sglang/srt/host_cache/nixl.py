@@ -8,12 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
 from dsv4_sglang.srt.host_cache.checksummed import ChecksummedEntries
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, Cleaning, own_folder, require_names, stored_files
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
-from dsv4_sglang.srt.host_cache.storage import LONGEST_KEY, LONGEST_UPDATE, WRONG_CHECKSUM, remove_page
+from dsv4_sglang.srt.host_cache.storage import (
+    DISK_FULL,
+    LONGEST_KEY,
+    LONGEST_UPDATE,
+    WRONG_CHECKSUM,
+    WritePause,
+    remove_page,
+)
 from dsv4_sglang.srt.host_cache.used_folder import UsedFolder
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.launch_error import LaunchError
@@ -33,6 +41,7 @@ class NixlStorage(ChecksummedEntries, HiCacheNixl):
         named = os.environ.get(variable, "")
         folders = [own_folder(folder.strip(), file_path, variable, by_group=False) for folder in named.split(",")]
         super().__init__(storage_config, file_path)
+        self._pause = WritePause()
         self._first_suffix: str = self.config_suffix
         if self.file_manager is None:
             raise LaunchError(
@@ -56,6 +65,35 @@ class NixlStorage(ChecksummedEntries, HiCacheNixl):
     def _use_folders(self) -> None:
         for folder in self._folders:
             folder.use(self.config_suffix[1:])
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        self._pause.check()
+        stored = super().batch_set_v1(keys, host_indices, extra_info)
+        self._pause_unless(stored, PoolName.KV, keys)
+        return stored
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        self._pause.check()
+        stored = super().batch_set_v2(transfers, extra_info)
+        for transfer in transfers:
+            self._pause_unless(stored[transfer.name], transfer.name, transfer.keys or [])
+        return stored
+
+    def _pause_unless(self, stored: Sequence[bool], pool: Any, keys: Sequence[str]) -> None:
+        """Remove what is left of pages that could not be written, and write none for a while. NIXL does not say why.
+
+        Raises:
+            StorageFull: a page could not be written.
+        """
+        assert self.file_manager is not None
+        if all(stored):
+            return
+        for name, done in zip(self.names(pool, keys), stored):
+            if not done:
+                with suppress(OSError):
+                    Path(self.file_manager.get_file_path(name)).unlink()
+        left = [os.statvfs(folder.path).f_bavail for folder in self._folders if folder.available()]
+        self._pause.begin(self._folders[0].path, "NIXL cannot write pages" if all(left) else DISK_FULL)
 
     def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
         return compat.nixl_names(self, pool, keys)

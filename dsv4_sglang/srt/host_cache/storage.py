@@ -45,10 +45,29 @@ EVICTED = dict.fromkeys(ORPHANS, 0) | {UNUSED: 1, USED: 2}
 LOOKS = 16
 # After a page could not be written, none is written for this time, and the reason is logged once.
 PAUSE_SECONDS = 60.0
+DISK_FULL = "the file system is full, free some space"
 
 
 class StorageFull(OSError):
     """Pages are not stored for now. The reason has been logged."""
+
+
+class WritePause:
+    """Times in which no page is written, since the last one could not be."""
+
+    # Time of `time.monotonic` at which the pause ends.
+    _until = -float("inf")
+
+    def check(self) -> None:
+        """Raise StorageFull during a pause."""
+        if time.monotonic() < self._until:
+            raise StorageFull
+
+    def begin(self, folder: Path, reason: str) -> NoReturn:
+        """Log why pages are not stored, begin a pause, and raise StorageFull."""
+        self._until = time.monotonic() + PAUSE_SECONDS
+        log.warning("host cache: no pages are stored in %s for %d s: %s", folder, round(PAUSE_SECONDS), reason)
+        raise StorageFull
 
 
 class FolderEvictor(LRUFileEvictor):
@@ -104,8 +123,7 @@ class FileStorage(HiCacheFile):
         named = os.environ.get(variable) or (storage_config.extra_config or {}).get("file_storage_path")
         folder = own_folder(named, file_path, variable)
         self._mode = folder.stat().st_mode & 0o666
-        # Time of `time.monotonic` until which no page is written.
-        self._paused_until = -float("inf")
+        self._pause = WritePause()
         super().__init__(storage_config, file_path)
         self._first_suffix: str = self.config_suffix
         longest = f"{LONGEST_KEY}.{SNAPSHOTS}{self.config_suffix}{LONGEST_UPDATE}.bin"
@@ -131,8 +149,7 @@ class FileStorage(HiCacheFile):
             with opened_folder(self._folder.path) as folder:
                 if self._has(stem, value.numel(), folder):
                     return True
-                if time.monotonic() < self._paused_until:
-                    raise StorageFull
+                self._pause.check()
                 checksum(value, stem)
                 self._write(stem, value, folder)
         except FileNotFoundError:  # the folder was removed just now
@@ -155,7 +172,7 @@ class FileStorage(HiCacheFile):
     def _write(self, stem: str, page: Tensor, folder: int) -> None:
         evictor = compat.evictor_of(self)
         if not evictor.reserve(stem, page.numel(), key=stem):
-            self._pause("its limits max_size and min_free_space leave no space")
+            self._pause.begin(self._folder.path, "its limits max_size and min_free_space leave no space")
         try:
             write_file(f"{stem}.bin", page.numpy(), self._mode, folder=folder)
         except FileNotFoundError:
@@ -163,16 +180,9 @@ class FileStorage(HiCacheFile):
             raise
         except OSError as error:
             evictor.abort(stem)
-            full = "the file system is full, free some space: " if error.errno in FULL else ""
-            self._pause(f"{full}{error.strerror}")
+            full = f"{DISK_FULL}: " if error.errno in FULL else ""
+            self._pause.begin(self._folder.path, f"{full}{error.strerror}")
         evictor.commit(stem)
-
-    def _pause(self, reason: str) -> NoReturn:
-        self._paused_until = time.monotonic() + PAUSE_SECONDS
-        log.warning(
-            "host cache: no pages are stored in %s for %d s: %s", self._folder.path, round(PAUSE_SECONDS), reason
-        )
-        raise StorageFull
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
         if not self.available():
