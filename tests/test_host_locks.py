@@ -256,6 +256,16 @@ def test_a_name_that_cannot_be_locked_is_logged_once(folder: Path, caplog: pytes
     assert line.endswith(".lock: a link; expected a regular file. Other processes see its pages as unused")
 
 
+def test_the_locks_of_other_models_stay(folder: Path) -> None:
+    """They describe the weights of pages that nobody uses."""
+    for model in ("n", "o"):
+        put(folder, f"{key(1)}_{name_of(model)}.bin", 0)
+        (folder / f"{name_of(model)}.lock").write_text('{"weights": "/models/x"}')
+    assert len(clear(folder, [name_of("n")]).removed) == 1
+    assert locked(folder) == [name_of("o")] and weights_of(folder, name_of("o")) == "/models/x"
+    assert prune(folder).removed == [] and locked(folder) == [name_of("o")]
+
+
 def test_a_page_name_is_looked_at_while_a_server_starts(folder: Path) -> None:
     """`dsv4-sglang storage ls` holds the exclusive lock for a moment."""
     with locks.held_alone(folder, name_of("m")) as alone:
