@@ -187,7 +187,6 @@ def test_a_storage_without_room(
 
 # Fetches: the test runs threads one part at a time
 
-fetches = pytest.mark.skip(reason="the audit does not know the rows of an aborted fetch yet")
 PREFETCH_POLICIES = ("best_effort", "timeout", "wait_complete")
 # The prompt has snapshots at 4, 8 and 9 blocks.
 LONG = [1 + at // BLOCK for at in range(9 * BLOCK + 60)]
@@ -210,6 +209,7 @@ def late(restarted: Start) -> Start:
             assert fetched(server, START) == 4 * BLOCK
             yield server
             server.settle()
+            server.cache.check_hicache_events()  # free what was released in the call before
             server.check_contents()
             assert not server.cache.ongoing_prefetch
             assert [pool.counts[COPIES] for pool in audit(server.cache, ()).pools] == [0] * 6
@@ -272,7 +272,6 @@ def test_a_flush_waits_for_the_thread_that_reads(monkeypatch: pytest.MonkeyPatch
         assert before and before == read
 
 
-@fetches
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("then", ["others", "flush"])
 def test_a_fetch_that_is_aborted_at_any_point(late: Start, policy: str, then: str) -> None:
@@ -299,7 +298,6 @@ def test_a_fetch_that_is_aborted_at_any_point(late: Start, policy: str, then: st
     assert parts > 8
 
 
-@fetches
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 def test_a_fetch_that_its_request_looks_for_at_any_point(late: Start, policy: str) -> None:
     """best_effort ends the fetch when the request looks for it, timeout after its time, wait_complete when it is
@@ -312,10 +310,10 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(late: Start, policy: st
         with late(policy) as server:
             request = server.begin_prefetch(LONG)
             complete = not run_parts(server, len(found))
-            operation = server.cache.ongoing_prefetch[request].operation
-            if policy == "timeout" and not operation.pool_transfers_done:
+            fetch = server.cache.ongoing_prefetch.get(request)  # None if it is complete
+            if policy == "timeout" and fetch is not None and not fetch.operation.pool_transfers_done:
                 assert not server.cache.check_prefetch_progress(request), "its time has not passed"
-                operation.start_time -= 2e9
+                server.cache._storage_prefetch_wait[request].timeout_s = -1
             looks = 1
             while not server.cache.check_prefetch_progress(request):
                 assert run_parts(server, 1)

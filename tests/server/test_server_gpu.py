@@ -57,6 +57,11 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--schedule-conservativeness", "0.3", *DRAFTS),
     ),
     "fp8, two GPUs": (*LARGE, "4096", "--tp-size", "2"),
+    "fp8, two GPUs, 3 drafts": (*LARGE, "4096", "--tp-size", "2", *DRAFTS),
+    "fp8, two GPUs, 1 draft": (
+        *(*LARGE, "4096", "--tp-size", "2"),
+        *(*EAGLE, "--speculative-num-steps", "1", "--speculative-num-draft-tokens", "2"),
+    ),
     # 16 requests and chunks of 4,096 tokens per rank.
     "fp8, two ranks": (*LARGE, "8192", "--max-running-requests", "32", *RANKS),
     "fp8, two ranks, 3 drafts": (*LARGE, "8192", "--max-running-requests", "32", *RANKS, *DRAFTS),

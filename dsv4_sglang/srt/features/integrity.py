@@ -220,13 +220,21 @@ class _Tree:
         if not self.tiered:
             return Counter()
         cache = self.cache
-        return Counter(
-            [
-                *(loading.node_id for loading in cache.ongoing_load_back.values()),
-                *(prefetch.anchor_node_id for prefetch in cache.ongoing_prefetch.values()),
-                *(node_id for node_id, _ in cache.ongoing_backup.values()),
-            ]
-        )
+        held = [
+            *((loading.node_id, loading.host_lock_params) for loading in cache.ongoing_load_back.values()),
+            *((prefetch.anchor_node_id, prefetch.anchor_lock_params) for prefetch in cache.ongoing_prefetch.values()),
+            *cache.ongoing_backup.values(),
+        ]
+        return Counter(node for node_id, lock in held for node in self._locked_on_host(node_id, lock))
+
+    def _locked_on_host(self, node_id: int, lock: Any) -> Iterator[int]:
+        """Yield the nodes of a host lock: the node that was locked, and if it was split since, the parts above it."""
+        node, first = self.by_id.get(node_id), lock.component_host_lock_uuids.get(self.full)
+        while node is not None:
+            yield node.id
+            if first in (None, self._data(node)[0].metadata.get("host_uuid")):
+                return
+            node = node.parent
 
     def findings(self) -> Iterator[Finding]:
         """Yield all inconsistencies. Call it after every holder has been registered."""
@@ -274,7 +282,7 @@ class _Tree:
 
     def _fetched(self) -> tuple[list[Any], list[Any]]:
         """Return host indices of blocks and of snapshots that a storage fetch uses, or that wait to be freed."""
-        from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS
+        from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS, remaining_blocks
 
         if not self.cache.enable_storage:
             return [], []
@@ -286,6 +294,12 @@ class _Tree:
             for transfer in prefetch.comp_xfers.get(self.mamba, ())
             if transfer.name is SNAPSHOTS
         ]
+        for operation in controller.cancelled_fetches:
+            blocks.append(remaining_blocks(operation))
+            if not operation.pool_transfers_done:
+                snapshots += [
+                    transfer.host_indices for transfer in operation.pool_transfers if transfer.name is SNAPSHOTS
+                ]
         if (waiting := controller.extra_host_mem_release_queues.get(SNAPSHOTS)) is not None:
             snapshots += _waiting(waiting)
         return blocks, snapshots

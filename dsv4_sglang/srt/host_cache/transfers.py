@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult, StackStrategy, build_pool_entry
@@ -48,6 +49,8 @@ class TransferController(HybridCacheController):
     watch: LoadWatch
     saves: CopyTimer
     loads: CopyTimer
+    # Cancelled fetches from a storage. SGLang frees their remaining rows when their thread has ended.
+    cancelled_fetches: Sequence[Any] = ()
 
     @contextmanager
     def batch_backups(self) -> Iterator[None]:
@@ -85,6 +88,25 @@ class TransferController(HybridCacheController):
             from_host = self.l2_transfer_engine.host_to_device_stream
             self.forward_stream.wait_stream(from_host)
 
+    def terminate_prefetch(self, operation: Any) -> Any:
+        if operation.host_indices is not None:
+            self.cancelled_fetches = [*self.cancelled_fetches, operation]
+        return super().terminate_prefetch(operation)
+
+    def append_host_mem_release(self, host_indices: Tensor | None = None, extra_pools: Any = None) -> None:
+        """Free host rows, among others the remaining rows of a cancelled fetch."""
+        self.cancelled_fetches = [
+            operation
+            for operation in self.cancelled_fetches
+            if extra_pools is not operation.pool_transfers
+            and (host_indices is None or not torch.equal(host_indices, remaining_blocks(operation)))
+        ]
+        super().append_host_mem_release(host_indices, extra_pools)
+
+    def reset(self) -> None:
+        super().reset()
+        self.cancelled_fetches = ()
+
     def _generate_storage_config(
         self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
     ) -> Any:
@@ -100,6 +122,12 @@ class TransferController(HybridCacheController):
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Keep host indices on the CPU, which launches the copies."""
         return host_indices, device_indices
+
+
+def remaining_blocks(operation: Any) -> Tensor:
+    """Return the host indices of the blocks that a cancelled fetch has not loaded. Its thread may still write them."""
+    rest: Tensor = operation.host_indices[operation.completed_tokens :]
+    return rest
 
 
 class HostStack(StackStrategy):

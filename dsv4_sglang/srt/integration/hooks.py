@@ -13,7 +13,7 @@ from dsv4_sglang.srt.attention import prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
 from dsv4_sglang.srt.features import collectives, disaggregation, integrity, sleep
-from dsv4_sglang.srt.integration import compat, request_validation, tokenizer_workers
+from dsv4_sglang.srt.integration import compat, request_validation, start_progress, tokenizer_workers
 from dsv4_sglang.srt.integration.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.integration.sglang_contract import Hook
 from dsv4_sglang.srt.integration.startup_check import build_or_reject
@@ -22,6 +22,7 @@ from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 SRT = "sglang.srt."
 _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _PREFILL_GRAPHS = SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
+_DECODE_GRAPHS = SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 # Hooks by reason: target -> function.
 Table = dict[str, dict[str, Callable[..., Any]]]
 
@@ -60,6 +61,10 @@ ALWAYS: Table = {
     },
     "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly": {
         _PREFILL_GRAPHS + "can_replay_locally": prefill_graphs.fits
+    },
+    "the log of a long start says how many graphs are recorded": {
+        _PREFILL_GRAPHS + "capture_one_shape": start_progress.note_graph,
+        _DECODE_GRAPHS + "capture_one_shape": start_progress.note_graph,
     },
     "snapshots are taken at other lengths than in SGLang, into slots of the snapshot pool": {
         compat.TRACK_REQUEST: snapshot_schedule.plan_request
