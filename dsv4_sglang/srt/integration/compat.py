@@ -410,9 +410,9 @@ def set_files(evictor: Any, sizes: dict[str, int]) -> None:
     evictor._total_bytes = sum(sizes.values())
 
 
-def forget_files(storage: Any) -> None:
-    """Clear SGLang's list of the files of a storage, after the files were removed."""
-    storage._evictor.clear()
+def evictor_of(storage: Any) -> Any:
+    """Return SGLang's evictor of a file storage, which counts its files and bounds their size."""
+    return storage._evictor
 
 
 def resolve_flags(server_args: Any) -> Any:
