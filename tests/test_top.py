@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +11,21 @@ from contextlib import contextmanager
 import pytest
 from typer.testing import CliRunner
 
-from dsv4_sglang.cli import app
+from dsv4_sglang.cli import app, client
 
 SGLANG_ALONE = '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{engine_type="unified"} 1.0\n'
 
 
 @contextmanager
-def answering(status: int, page: str) -> Iterator[str]:
-    """Run a server that returns one page for every path."""
+def answering(status: int, page: str, *later: str) -> Iterator[str]:
+    """Run a server that returns `page` for every path, and then the pages of `later`, the last one again and again."""
+    pages = [page, *later]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(page.encode())
+            self.wfile.write((pages.pop(0) if len(pages) > 1 else pages[0]).encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -82,3 +84,14 @@ def assert_fails_with_one_line(url: str, words: str, *command: str) -> None:
     shown = CliRunner().invoke(app, [*(command or ("top", "--once")), url])
     assert shown.exit_code == 1 and not shown.stdout
     assert words in shown.stderr and len(shown.stderr.splitlines()) == 1, shown.stderr
+
+
+def test_a_check_waits_for_an_audit_after_its_call() -> None:
+    """The server repeats old reports until the next audit is due. Every process must have a new one."""
+
+    def page(*ages: float) -> str:
+        reports = [{"age_seconds": age, "audit": age} for age in ages]
+        return json.dumps({"internal_states": [{client.INTEGRITY_KEY: [report]} for report in reports]})
+
+    with answering(200, page(1000, 2000), page(1000, 0), page(-1, 0), page(-2, -2)) as url:
+        assert [report["audit"] for report in client.Server.at(url).integrity()] == [-1, 0]

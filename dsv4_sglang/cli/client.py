@@ -180,16 +180,21 @@ class Server(Endpoint):
         )
 
     def integrity(self) -> list[dict[str, Any]]:
-        """Return the integrity reports (`srt/features/integrity.py`) of all processes.
+        """Return the integrity reports (`srt/features/integrity.py`) of all processes, of audits after this call.
 
-        The list is empty if the check is off. Raises RuntimeError if this is not a server of SGLang, and the errors of
-        `send`.
+        A server repeats its last report until the next audit is due, so this asks until all reports are new. The list
+        is empty if the check is off. Raises RuntimeError if this is not a server of SGLang, and the errors of `send`.
         """
-        info = self.request("/server_info")
-        if not isinstance(info, dict):
-            raise RuntimeError(f"{self.url} is not a server of SGLang")
-        states = info.get("internal_states") or []
-        return [report for state in states for report in state.get(INTEGRITY_KEY) or []]
+        begin = time.monotonic()
+        while True:
+            info = self.request("/server_info")
+            if not isinstance(info, dict):
+                raise RuntimeError(f"{self.url} is not a server of SGLang")
+            states = info.get("internal_states") or []
+            reports = [report for state in states for report in state.get(INTEGRITY_KEY) or []]
+            if all(report.get("age_seconds", 0) <= time.monotonic() - begin for report in reports):
+                return reports
+            time.sleep(0.05)
 
     def answer(self, ids: Sequence[int], count: int, **fields: Any) -> Scored:
         """Generate exactly `count` tokens greedily. Raises the errors of `send`.
