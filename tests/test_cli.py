@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 import torch
 from liveness import LONG, communicate, run, wait
+from typer.main import get_command
 from typer.testing import CliRunner
 
+import dsv4_sglang
 from dsv4_sglang.cli import app, client, conversation, demo, doctor
 from dsv4_sglang.cli.server import running, wait_ready
 from dsv4_sglang.srt.integration import compat, launch_command
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
-COMMAND = [sys.executable, "-m", "dsv4_sglang.cli"]
+COMMAND = [sys.executable, "-m", "dsv4_sglang"]
 MODEL = "somebody/some-model"
 OPTIONS = launch_command.OPT_IN_FLAG
 DATA = Path(__file__).parent / "data"
@@ -199,6 +201,70 @@ def test_serve_with_a_host_that_is_not_this_machine(host: str, reason: str) -> N
     assert result.exit_code == 2 and f"cannot listen on --host {host} --port 30000: {reason}" in result.output
 
 
+# Python's import system takes a module that is None for one that is not installed.
+WITHOUT = """
+import runpy, sys
+for name in sys.argv.pop(1).split(","):
+    sys.modules[name] = None
+sys.argv[0] = "dsv4-sglang"
+runpy.run_module("dsv4_sglang", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        ("torch,sglang", ["make-tiny", "{folder}/new"]),
+        ("torch,sglang", ["plan", "--model", "flash", "--gpu", "h200", "--count", "2"]),
+        ("torch,sglang", ["serve", "--model-path", MODEL]),
+        ("sglang", ["serve", "--model-path", MODEL, "--device", "cpu"]),
+        ("torch", ["serve", "--model-path", MODEL, "--print"]),
+        ("torch,sglang", ["demo", "--model-path", MODEL]),
+        ("torch,sglang", ["storage", "ls", "{folder}"]),
+        ("safetensors", ["make-tiny", "{folder}/new"]),
+        ("typer", ["plan"]),
+        ("yaml", ["check", "http://127.0.0.1"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_a_package_that_is_not_installed_is_named_in_one_line(absent: str, words: list[str], tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", WITHOUT, absent, *(word.format(folder=tmp_path) for word in words)])
+    assert done.returncode in (1, 2) and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    names = absent.replace("yaml", "pyyaml").split(",")
+    verb = "are" if len(names) > 1 else "is"
+    assert re.match(rf"dsv4[-_]sglang[\w: -]* {', '.join(names)} {verb} not installed; run `pip install ", line), line
+    assert all(f'"{name}' in line for name in names)
+
+
+def test_doctor_lists_all_that_is_missing() -> None:
+    done = run([sys.executable, "-c", WITHOUT, "torch,sglang,triton", "doctor"])
+    assert done.returncode == 1 and done.stderr == ""
+    missing = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    assert missing == [f"fail  {name}: not installed" for name in ("torch", "sglang", "triton")]
+    assert done.stdout.splitlines()[-1].startswith("torch, sglang are not installed; run `pip install ")
+
+
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["plan", "-h"], ["storage", "ls", "-h"]])
+def test_help(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert result.exit_code == 0 and "-h, --help" in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_help_cuts_nothing_at_80_columns() -> None:
+    commands = CliRunner().invoke(app, ["-h"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
+    assert "..." not in commands and "…" not in commands
+    options = CliRunner().invoke(app, ["plan", "-h"], env={"COLUMNS": "80"}).output
+    named = [option for parameter in get_command(app).commands["plan"].params for option in parameter.opts]
+    assert len(named) > 15 and all(re.search(rf"{option}[ ,]", options) for option in named)
+
+
+def test_version() -> None:
+    done = run([*COMMAND, "--version"])
+    assert (done.returncode, done.stdout) == (0, f"dsv4-sglang {dsv4_sglang.__version__}\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
     port = demo.free_port()
@@ -369,7 +435,7 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor, "CHECKS", (broken,))
     monkeypatch.setattr(launch_command, "prepare_this_process", lambda cpu: None)
-    assert [f.state for f in doctor.examine(False)] == ["ok", "fail"]
+    assert [f.state for f in doctor.examine(False, doctor.CHECKS)] == ["ok", "fail"]
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "ImportError: no module" in result.output
@@ -382,7 +448,7 @@ import sys
 from dsv4_sglang.srt.integration import launch_command
 sys.argv = ["dsv4-sglang", "doctor"]
 try:
-    runpy.run_module("dsv4_sglang.cli", run_name="__main__")
+    runpy.run_module("dsv4_sglang", run_name="__main__")
 except SystemExit as end:
     print("exit code", end.code, flush=True)
 from dsv4_sglang.srt.integration import compat

@@ -481,7 +481,7 @@ def test_the_command_runs_without_noise(tmp_path: Path) -> None:
     folder = tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
     words = ("--gpu", "12", "--count", "1", "--context", "4096", "--model")
     done = subprocess.run(
-        [sys.executable, "-m", "dsv4_sglang.cli", "plan", *words, str(folder)],
+        [sys.executable, "-m", "dsv4_sglang", "plan", *words, str(folder)],
         capture_output=True,
         text=True,
         timeout=300,

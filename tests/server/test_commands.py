@@ -39,7 +39,7 @@ def run_example(name: str, *arguments: str) -> str:
 def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """Yield (process, url, log) of `dsv4-sglang serve --ask` with API keys, after it has shown its conversation."""
     log = tmp_path_factory.mktemp("serve") / "log"
-    serve = [sys.executable, "-m", "dsv4_sglang.cli", "serve", "--model-path", str(tiny(seed=0))]
+    serve = [sys.executable, "-m", "dsv4_sglang", "serve", "--model-path", str(tiny(seed=0))]
     with ports.reserved() as port, log.open("wb") as output:
         command = [*serve, *ports.flags(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS]
         process = start(Command(command, {}), output)
