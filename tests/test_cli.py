@@ -11,19 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from liveness import LONG, communicate, run, wait
+from sglang.srt.server_args import ServerArgs
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import dsv4_sglang
 from dsv4_sglang.cli import app, client, conversation, demo, doctor
 from dsv4_sglang.cli.server import running, wait_ready
-from dsv4_sglang.srt.integration import compat, launch_command
+from dsv4_sglang.srt.integration import compat, flag_names, launch_command
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
@@ -193,6 +195,88 @@ def test_what_cannot_be_served_gives_one_line_before_torch_is_imported(
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"dsv4_sglang: {said.replace('{taken}', taken)}")
+
+
+IMPORTING_NOTHING = """
+import atexit, runpy, sys
+atexit.register(lambda: print("imported", *{"torch", "sglang"}.intersection(sys.modules)))
+sys.argv[0] = "dsv4-sglang"
+runpy.run_module("dsv4_sglang", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp-sise", "2"], "unknown flag --tp-sise; did you mean --tp-size?"),
+        (["--tp-sise=2"], "unknown flag --tp-sise; did you mean --tp-size?"),
+        (["-tp", "2"], "unknown flag -tp; did you mean --tp?"),
+        (["--max-tokns"], "unknown flag --max-tokns; did you mean --max-to"),
+        (["--zzz"], "unknown flag --zzz; `python -m sglang.launch_server --help` lists all"),
+        (
+            ["--config", "{folder}/flags.yaml"],
+            "unknown flag --max-runing-requests; did you mean --max-running-requests?",
+        ),
+        ([OPTIONS], f"{OPTIONS} has no value; give a JSON object such as "),
+        ([OPTIONS, "null", f"{OPTIONS}=null"], f"{OPTIONS} is given 2 times; put all keys into one JSON object"),
+        (["--config", "{folder}/empty.yaml"], "--model-path is missing; give "),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_wrong_command_line_gives_one_line(command: str, flags: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text("max_runing_requests: 4\n")
+    (tmp_path / "empty.yaml").touch()
+    words = [word.format(folder=tmp_path) for word in flags]
+    model = [] if "empty" in words[-1] else ["--model-path", MODEL]
+    done = run([sys.executable, "-c", IMPORTING_NOTHING, command, *model, *words])
+    assert (done.returncode, done.stdout) == (2, "imported\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"dsv4_sglang: {said}")
+
+
+def test_all_flags_of_sglang_are_known() -> None:
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = {name for action in parser._actions for name in action.option_strings}
+    assert flags - {"-h", "--help"} <= flag_names.flags_of_sglang()
+    assert "--no-ple-offload-embedding" in flags
+    words = [word for flag in flags for word in (flag, "-1", "a -b", "", f"{flag}=--x", flag[:-1])]
+    assert flag_names.unknown_flags(words, flags) == []
+    assert flag_names.unknown_flags(["--prnt"], flags, ["--print"]) == ["unknown flag --prnt; did you mean --print?"]
+
+
+def test_the_model_may_be_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(f"model_path: {MODEL}\nmax-running-requests: 4\n")
+    printed = [
+        shlex.split(
+            CliRunner().invoke(app, ["serve", "--print", "--device", "cpu", "--config", str(file), *more]).output
+        )
+        for more in ([], ["--model", "another/model"])
+    ]
+    models = [words[words.index("--model-path") + 1] for words in printed]
+    assert models == [MODEL, "another/model"]
+    assert all(words[words.index("--config") + 1] == str(file) for words in printed)
+
+
+def test_serve_checks_the_files_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = tiny.make_tiny(tmp_path / "cut", tiny.TinySpec(ratios=(0, 4), hidden=128))
+    (tmp_path / "flags.yaml").write_text("skip-tokenizer-init: true\n")
+    (folder / "tokenizer.json").unlink()
+    os.truncate(folder / "model.safetensors", 100_000)
+    for flags, said in (
+        (
+            [],
+            rf"dsv4_sglang: {folder}/tokenizer.json \(the tokenizer\) cannot be read: No such file or directory; .*\n",
+        ),
+        (["--skip-tokenizer-init"], rf"dsv4_sglang: {folder}/model.safetensors has 100000 bytes, and .*\n"),
+        (
+            ["--config", str(tmp_path / "flags.yaml")],
+            rf"dsv4_sglang: {folder}/model.safetensors has 100000 bytes, .*\n",
+        ),
+    ):
+        result = CliRunner().invoke(app, ["serve", "--model-path", str(folder), *flags])
+        assert result.exit_code == 2 and re.fullmatch(said, result.output), result.output
 
 
 @pytest.mark.parametrize(("host", "reason"), [("192.0.2.1", "Cannot assign"), ("host..name", "not a host name")])

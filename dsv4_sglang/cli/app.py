@@ -60,7 +60,9 @@ def options(
 
 
 # Short enough for the list of commands at 80 columns, which would cut the first sentence of their help.
-app.command("serve", context_settings=SGLANG_FLAGS, short_help="Serve with this cache and any of SGLang's flags.")(serve)
+app.command("serve", context_settings=SGLANG_FLAGS, short_help="Serve with this cache and any of SGLang's flags.")(
+    serve
+)
 app.command("demo", context_settings=SGLANG_FLAGS, short_help="Start a server, print a conversation, stop it.")(demo)
 app.command("doctor", short_help="Check versions, GPU, extension, hooks and ops.")(doctor)
 app.command("check", short_help="Audit the cache of a running server.")(check)
