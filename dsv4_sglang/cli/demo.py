@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import signal
 from typing import Annotated
 
 import typer
@@ -52,6 +53,7 @@ def demo(
             require_startable(model_path, flags)
             command = command_for(model_path, flags)
             typer.echo(command.shell())
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C stops the server
             with running(command) as process:
                 wait_ready(server, alive=lambda: process.poll() is None, timeout=timeout)
                 converse(server, model_path, prompt, max_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,7 +108,9 @@ def serve(
     if only_print:
         return
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the server receives it, in `interruptible`
     if ask is not None:
         module = [sys.executable, "-m", "dsv4_sglang.cli.ask"]
         subprocess.Popen([*module, str(os.getpid()), model_path, ask, *context.args])
-    os.execvpe(command.argv[0], command.argv, command.full_environment())
+    python, run, *server = command.argv
+    os.execvpe(python, [python, run, launch_command.INTERRUPTIBLE, *server], command.full_environment())

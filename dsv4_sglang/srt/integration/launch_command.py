@@ -27,6 +27,8 @@ from dsv4_sglang.srt.integration.options import KEY as OPT_IN_KEY
 from dsv4_sglang.srt.integration.options import from_override_args, model_overrides, overrides_of
 
 CONFIG_FLAG = "--config"
+# Module that runs a server which Ctrl-C ends quietly while it starts.
+INTERRUPTIBLE = "dsv4_sglang.srt.integration.interruptible"
 CPU_SHIM = Path(__file__).parents[1] / "cpu" / "cpu_shim"
 
 # SGLang sizes its pools by free GPU memory. On a CPU it would take most of the machine's memory, so these are small
