@@ -11,8 +11,8 @@ from dsv4_sglang.requirements import advice_after
 def main() -> None:
     """Run the command.
 
-    Ctrl-C ends it at once, without a traceback of its imports. A command that cleans up sets Python's handler. A package
-    that all commands need and that is not installed is named in one line.
+    Ctrl-C ends it at once, without a traceback of its imports. A command that cleans up sets Python's handler. A
+    package that all commands need and that is not installed is named in one line.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

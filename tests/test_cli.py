@@ -15,9 +15,10 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from liveness import LONG, communicate, run, wait
+from liveness import LONG, communicate, has_ended, run, wait
 from sglang.srt.server_args import ServerArgs
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -361,6 +362,77 @@ def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
     assert shlex.split(lines[0])[-3:] == flags[-3:]
     process.send_signal(number)
     assert wait(process) == 40 + number
+
+
+STARTING = """
+import multiprocessing, sys, time
+
+def child():
+    print("CHILD", flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    print("STARTED", process.pid, flush=True)
+    process.join()
+"""
+
+
+def test_ctrl_c_while_a_server_starts_prints_no_traceback(stand_in: None, start) -> None:
+    """A terminal sends SIGINT to the server and its subprocesses. Python would print a traceback in each."""
+    folder = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    (folder / "sglang" / "launch_server.py").write_text(STARTING)
+    process = start("serve", "--model-path", MODEL, "--device", "cpu", "--port", str(demo.free_port()))
+    pid = int(_read_until(process, "STARTED")[-1].split()[1])
+    _read_until(process, "CHILD")
+    child = psutil.Process(pid)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = communicate(process)
+    assert (process.returncode, output) == (130, "dsv4-sglang: interrupted before the server was up\n")
+    assert has_ended(child)
+
+
+def test_ctrl_c_during_the_imports_prints_nothing() -> None:
+    script = """
+import signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dsv4_sglang.cli.app":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from dsv4_sglang.__main__ import main
+main()
+"""
+    done = run([sys.executable, "-c", script])
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_before_the_server_runs_is_not_lost(stand_in: None) -> None:
+    """The signal comes after Python's last instruction of `serve`, and waits for the server."""
+    script = """
+import os, signal, sys
+become = os.execvpe
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    become(*arguments)
+os.execvpe = interrupted
+from dsv4_sglang.__main__ import main
+main()
+"""
+    flags = ["serve", "--model-path", MODEL, "--device", "cpu", "--port", str(demo.free_port())]
+    done = run([sys.executable, "-c", script, *flags])
+    assert (done.returncode, done.stderr) == (130, "dsv4-sglang: interrupted before the server was up\n")
+
+
+def test_ctrl_c_of_demo_stops_the_server(start) -> None:
+    process = start("demo", "--model-path", MODEL, "--device", "cpu")
+    _read_until(process, "STARTED")
+    server = psutil.Process(process.pid).children()[0]
+    process.send_signal(signal.SIGINT)
+    output, _ = communicate(process)
+    assert process.returncode != 0 and "Traceback" not in output
+    assert has_ended(server)
 
 
 def test_asking_ends_with_the_server(start) -> None:

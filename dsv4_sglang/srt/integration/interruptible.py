@@ -13,20 +13,26 @@ import runpy
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import psutil
 
+# Seconds during which no other thread runs.
+LONG = 1000.0
 # A shell's exit code of a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def _end(*_: Any) -> NoReturn:
     """Handler of SIGINT until the server installs its own. End this process and its subprocesses."""
-    for process in psutil.Process().children(recursive=True):
-        process.kill()
     print("dsv4-sglang: interrupted before the server was up", file=sys.stderr, flush=True)
+    started = [process.pid for process in psutil.Process().children(recursive=True)]
+    sys.setswitchinterval(LONG)  # the main thread must not see that a subprocess has ended, and report it
+    for pid in started:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     os._exit(INTERRUPTED)
 
 
