@@ -59,6 +59,27 @@ def test_one_line_says_that_there_is_no_server(command: tuple[str, ...]) -> None
 @pytest.mark.parametrize(
     "url",
     [
+        "http://me:secret@127.0.0.1:{port}",
+        "http://secret@127.0.0.1:{port}",
+        "htp://me:secret@host",
+        "http://me:secret@host:99999",
+        "http://me:p/secret@x@host",
+    ],
+)
+def test_a_password_is_not_printed(url: str, command: tuple[str, ...]) -> None:
+    with answering(200, "") as server:
+        pass
+    given = url.format(port=server.rpartition(":")[2])
+    result = CliRunner().invoke(app, [command[0], given, *command[1:]])
+    assert result.exit_code == 1 and len(result.output.splitlines()) == 1
+    assert "secret" not in result.output and "me" not in result.output.partition("//")[2].partition("@")[0]
+    assert "127.0.0.1" not in given or "has a user name or a password, which SGLang does not take; " in result.output
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "url",
+    [
         "",
         "nonsense",
         "localhost:99999",

@@ -45,8 +45,7 @@ class Model:
 
     @classmethod
     def of(cls, given: str) -> Model:
-        """Return the model that the option --model names: a released model by its short or hub name, a config.json or its
-        folder.
+        """Return the model that the option --model names: a released model, a config.json or its folder.
 
         Raises:
             ValueError: there is no such file, or it is not the config of a DeepSeek-V4 model.
