@@ -126,6 +126,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _check_drafts(folder: Path, algorithm: str, config: Mapping[str, Any], names: set[str]) -> None:
     """Raise LaunchError if no weight belongs to a draft layer: SGLang would leave it as it is allocated, and serve."""
+    layers: list[tuple[str, ...]]
     if algorithm == "DSPARK":
         layers = [(f"mtp.{stage}.",) for stage in range(len(config.get("dspark_target_layer_ids") or ()))]
     else:  # released checkpoints name the NextN layer mtp.0, others number it after the last layer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ def flags_of_sglang() -> frozenset[str]:
 def _declared(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
-            yield from (word.value for word in node.args if isinstance(word, ast.Constant))
+            yield from filter(None, map(_text, node.args))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield from _flags_of_field(node.target.id, node.annotation)
 
@@ -80,7 +80,7 @@ def unknown_flags(words: Iterable[str], known: Collection[str], own: Iterable[st
     return reasons
 
 
-def reject_unknown(words: Sequence[str], own: Iterable[str]) -> None:
+def reject_unknown(words: Iterable[str], own: Iterable[str] = ()) -> None:
     """Raise LaunchError for misspelt flags, unless the installed SGLang declares its flags in an unknown way.
 
     Args:

@@ -25,7 +25,7 @@ LONG = 1000.0
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def _end(*_: Any) -> NoReturn:
+def _end(_number: int, _frame: Any = None) -> NoReturn:
     """Handler of SIGINT until the server installs its own. End this process and its subprocesses."""
     print("dsv4-sglang: interrupted before the server was up", file=sys.stderr, flush=True)
     started = [process.pid for process in psutil.Process().children(recursive=True)]
@@ -40,7 +40,7 @@ def _receive() -> None:
     while True:
         signal.sigwait({signal.SIGINT})
         if signal.getsignal(signal.SIGINT) is _end:
-            _end()  # now: the main thread may be loading a library
+            _end(signal.SIGINT)  # now: the main thread may be loading a library
         _thread.interrupt_main(signal.SIGINT)
 
 

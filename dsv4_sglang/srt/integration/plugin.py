@@ -48,12 +48,15 @@ def _opts_in() -> bool:
 def reject_in_one_line(original: Callable[..., Any], parser: ArgumentParser) -> None:
     """AROUND `ServerArgs.add_cli_args`: after an error of the command line print its reason only. SGLang would print
     the usage of all of its flags, 431 lines."""
-    from dsv4_sglang.srt.integration.flag_names import unknown_flags
+    from dsv4_sglang.srt.integration.flag_names import reject_unknown
     from dsv4_sglang.srt.integration.launch_error import LaunchError
 
     def error(message: str) -> NoReturn:
-        known = [name for action in parser._actions for name in action.option_strings]
-        LaunchError(*(unknown_flags(sys.argv[1:], known) or [message])).show()
+        try:
+            reject_unknown(sys.argv[1:])
+            raise LaunchError(message)
+        except LaunchError as rejection:
+            rejection.show()
         raise SystemExit(2)
 
     original(parser)
