@@ -40,7 +40,7 @@ def _receive() -> None:
     while True:
         signal.sigwait({signal.SIGINT})
         if signal.getsignal(signal.SIGINT) is _end:
-            _end(signal.SIGINT)  # now: the main thread may be loading a library
+            _end(signal.SIGINT, None)  # now: the main thread may be loading a library
         _thread.interrupt_main(signal.SIGINT)
 
 
