@@ -13,6 +13,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 
 import dsv4_sglang
 from dsv4_sglang.cli import app, client, conversation, demo, doctor
-from dsv4_sglang.cli.server import running, wait_ready
+from dsv4_sglang.cli.server import running, stop, wait_ready
 from dsv4_sglang.srt.integration import compat, flag_names, launch_command
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
@@ -544,6 +545,44 @@ def test_a_stubborn_server_is_killed(stand_in: None) -> None:
     with running(command, grace_seconds=0.5) as process:
         wait_ready(client.Server.of(flags), lambda: process.poll() is None, LONG)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_stopping_ends_the_whole_group() -> None:
+    """The leader ends on SIGTERM and leaves a process that does not."""
+    script = "trap '' TERM; sleep 1000 & trap - TERM; echo $!; wait"
+    process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    left = psutil.Process(int(process.stdout.readline()))
+    stop(process)
+    assert has_ended(left) and process.returncode == -signal.SIGTERM
+
+
+def test_demo_waits_no_longer_than_it_is_told(stand_in: None, start) -> None:
+    folder = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    (folder / "sglang" / "launch_server.py").write_text("import time; time.sleep(1000)")
+    process = start("demo", "--model-path", MODEL, "--device", "cpu", "--timeout", "1")
+    output, _ = communicate(process)
+    assert process.returncode == 1 and re.search(r"no conversation: no server answered at \S+ within 1 s", output)
+
+
+def test_flags_of_the_user_follow_those_of_the_conversation() -> None:
+    words = ["serve", "--model-path", MODEL, "--device", "cpu", "--print", "--ask", "x", "--decode-log-interval", "1"]
+    printed = shlex.split(CliRunner().invoke(app, words).output)
+    given = [i for i, word in enumerate(printed) if word == "--decode-log-interval"]
+    assert len(given) == 2 and printed[given[-1] + 1] == "1" and "--enable-metrics" in printed
+
+
+@pytest.mark.parametrize(("capability", "state"), [((7, 5), "fail"), ((8, 0), "ok"), ((9, 0), "ok")])
+def test_doctor_says_which_gpus_are_too_old(
+    capability: tuple[int, int], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Properties of GPUs that this machine may not have."""
+    found = SimpleNamespace(name="a GPU", total_memory=80 << 30, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: found)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=""))
+    gpu = list(doctor.device(True))[-1]
+    assert gpu.state == state and gpu.found.startswith(f"a GPU, sm_{capability[0]}{capability[1]}, 80 GiB")
 
 
 def test_waiting_is_bounded() -> None:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
+from dsv4_sglang.cli.top import Page
 
 SGLANG_ALONE = '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{engine_type="unified"} 1.0\n'
 
@@ -46,6 +47,19 @@ def answering(status: int, page: str) -> Iterator[str]:
 def test_one_line_says_why_nothing_is_shown(status: int, page: str, words: str) -> None:
     with answering(status, page) as url:
         assert_fails_with_one_line(url, words)
+
+
+def page_at(seconds: float, hits: float, before: Page | None = None) -> Page:
+    return Page(seconds, {("hits", "0", ""): hits, ("hits", "0", "host"): 1.0, ("hits", "1", ""): 7.0}, before)
+
+
+def test_changes_and_rates_are_those_since_the_last_frame() -> None:
+    first = page_at(10.0, 5.0)
+    assert (first.change("hits", "0"), first.rate("hits", "0")) == (6.0, None)
+    second = page_at(14.0, 13.0, first)
+    assert (second.get("hits", "0"), second.get("hits", "0", ""), second.get("hits", "1")) == (14.0, 13.0, 7.0)
+    assert (second.change("hits", "0"), second.rate("hits", "0")) == (8.0, 2.0)
+    assert second.get("misses", "0") is None and second.change("misses", "0") == 0.0
 
 
 @pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)
