@@ -159,6 +159,16 @@ def test_tokenizer(tiny: Path) -> None:
     assert tokenizer.decode(list(range(VOCAB)))  # Every id that sampling can return.
 
 
+@pytest.mark.parametrize("version", ["v4", "v41"])
+def test_the_command_takes_the_seed(version: str, tmp_path: Path) -> None:
+    words = ["make-tiny", str(tmp_path / "made"), "--seed", "3", *(["--v41"] if version == "v41" else [])]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "seed 3" in result.output
+    other = tmp_path / "other"
+    make_tiny_v41(other, TinyV41Spec(seed=3)) if version == "v41" else make_tiny(other, TinySpec(seed=3))
+    assert _digests(tmp_path / "made") == _digests(other)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
