@@ -66,11 +66,16 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 def sglang_version(gpu: bool) -> Iterator[Finding]:
     from dsv4_sglang.srt.integration import compat
 
+<<<<<<< HEAD
     found = compat.sglang_version()
     if state := compat.validation():
         yield Finding("sglang", f"{found}, {state}")
+=======
+    if compat.is_supported():
+        yield Finding("sglang", f"{found}, the supported release")
+>>>>>>> main
     else:
-        yield Finding("sglang", f"{found}, not validated; validated: {', '.join(compat.VALIDATED)}", "note")
+        yield Finding("sglang", f"{found}, not tested; supported: {compat.RELEASE}", "note")
 
 
 def device(gpu: bool) -> Iterator[Finding]:

@@ -100,7 +100,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
     live = Pool("state slot", range(1, tables.mamba_allocator.size + 1))
     found = AuditResult([blocks, rows, live])
 
-    blocks.claim(FREE, "the free list", compat.free_blocks(allocator))
+    blocks.claim(FREE, "the free list", allocator.get_all_free_pages().tolist())
     rows.claim(FREE, "the free list", tables.free_slots)
     live.claim(FREE, "the free list", tables.mamba_allocator.free_slots.tolist())
     slots = getattr(tables, "mamba_ckpt_pool", None)
@@ -110,7 +110,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         found.pools.append(snapshots)
 
     for req in held_by:
-        name, held = f"request {req.rid}", compat.held(req)
+        name, held = f"request {req.rid}", req.kv
         snapshots.claim(REQUESTS, name, [pending.slot for pending in getattr(req, PENDING, None) or ()])
         if held.mamba_pool_idx is not None:
             live.claim(REQUESTS, name, [int(held.mamba_pool_idx)])
@@ -179,9 +179,10 @@ class _Tree:
 
     def hold(self, req: Any, name: str, table: list[int]) -> None:
         """Register a request's lock on the path to its node, and compare its block table with that path."""
-        node_id, lock = compat.lock_of(req)
-        if lock is not None:
-            self._lock(node_id, lock, name)
+        node_id = None
+        if req.lock is not None:
+            node_id = req.lock.node
+            self._lock(node_id, req.lock.receipt, name)
         node, path = self.by_id.get(node_id, self.root), list[int]()
         while node is not self.root:
             path[:0] = self.pages.get(node.id, [])
@@ -196,10 +197,10 @@ class _Tree:
         if node is None:
             self.wrong.append(Finding(name, f"it holds node {node_id}, which is not in the tree"))
             return
-        if node is not self.root and not compat.leaves_out(lock, self.mamba, node.id):
+        if node is not self.root and self.mamba not in lock.skipped_lock_components:
             self.locks[self.mamba, node.id].append(name)
         while node is not self.root:
-            if not compat.leaves_out(lock, self.full, node.id):
+            if self.full not in lock.skipped_lock_components:
                 self.locks[self.full, node.id].append(name)
             node = node.parent
 
@@ -278,17 +279,13 @@ class _Tree:
         if not self.cache.enable_storage:
             return [], []
         controller, under_way = self.cache.cache_controller, self.cache.ongoing_prefetch.values()
-        blocks = [*map(_of_fetch, under_way), *_waiting(controller.host_mem_release_queue)]
+        blocks = [*(prefetch.host_indices for prefetch in under_way), *_waiting(controller.host_mem_release_queue)]
         snapshots = [
             transfer.host_indices
             for prefetch in under_way
             for transfer in prefetch.comp_xfers.get(self.mamba, ())
             if transfer.name is SNAPSHOTS
         ]
-        for operation, rows in controller.cancelled_fetches:
-            snapshots += [transfer.host_indices for transfer in rows]
-            if not operation.pool_transfers_done:
-                blocks.append(operation.host_indices[operation.completed_tokens :])
         if (waiting := controller.extra_host_mem_release_queues.get(SNAPSHOTS)) is not None:
             snapshots += _waiting(waiting)
         return blocks, snapshots
@@ -350,15 +347,6 @@ class _Tree:
             yield Finding("SGLang's check of the tree", str(error))
 
 
-def _of_fetch(prefetch: Any) -> Any:
-    """Return the host indices of blocks that a fetch still owns. When its thread ends, it frees the blocks that it has
-    not read."""
-    operation = prefetch.operation
-    if compat.FREES_ROWS_IN_USE and prefetch.host_indices is not None and operation.pool_transfers_done:
-        return prefetch.host_indices[: operation.completed_tokens]
-    return prefetch.host_indices
-
-
 def _waiting(queue: Queue[Any]) -> list[Any]:
     """Return the items of a queue that other threads fill."""
     with queue.mutex:
@@ -403,7 +391,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "dp_rank": get_parallel().attn_dp_rank,
         "tp_rank": get_parallel().tp_rank,
         "idle": idle,
-        "requests": sum(compat.held(req).req_pool_idx is not None for req in requests),
+        "requests": sum(req.kv.req_pool_idx is not None for req in requests),
         "announced": _announced(scheduler.tree_cache),
         "pools": [{"of": pool.thing, "size": len(pool.ids), **pool.counts} for pool in found.pools],
         "wrong": len(findings),
