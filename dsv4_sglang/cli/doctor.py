@@ -66,14 +66,9 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 def sglang_version(gpu: bool) -> Iterator[Finding]:
     from dsv4_sglang.srt.integration import compat
 
-<<<<<<< HEAD
     found = compat.sglang_version()
-    if state := compat.validation():
-        yield Finding("sglang", f"{found}, {state}")
-=======
     if compat.is_supported():
         yield Finding("sglang", f"{found}, the supported release")
->>>>>>> main
     else:
         yield Finding("sglang", f"{found}, not tested; supported: {compat.RELEASE}", "note")
 
