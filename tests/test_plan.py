@@ -29,7 +29,7 @@ from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import attempt, plan
 from dsv4_sglang.planner.recommend import GOALS, neighbours, recommend
-from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes
+from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes
 from dsv4_sglang.planner.weights import DraftWeights, count_weights
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import Options, from_override_args
@@ -242,6 +242,14 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
     assert graph_bytes(given) == graphs * 2**20
     if dp == 1:  # SGLang has divided the chunk by the ranks; here it is the chunk of all ranks.
         assert activation_bytes(given) == activations * 2**20
+
+
+def test_prefill_graphs_take_no_more_than_measured_by_much() -> None:
+    results = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
+    measured = re.search(r"Prefill graphs took ([\d.]+) GB here", results)
+    assert measured is not None
+    assert 1 <= prefill_graph_bytes(choice()) / (float(measured[1]) * 1e9) < 1.1
+    assert f"**CUDA graphs of prefill** ({prefill_graph_bytes(choice()) // GIB} GiB)" in PLANNING
 
 
 # docs/guides/serving.md and planning.md
