@@ -623,6 +623,17 @@ def test_self_test(
     assert selftest.layer_error(ratio, device, formats) > 2 * doctor.SERVED
 
 
+def test_doctor_shows_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    (found,) = doctor.compiled_kernels(True)
+    assert found.state == "note" and found.found.startswith(f"none in {tmp_path}; ")
+    for name, size in (("deep_gemm/cache/a.cubin", 3 << 20), (".cache/flashinfer/norm.so", 2 << 20)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    (found,) = doctor.compiled_kernels(True)
+    assert (found.state, found.found) == ("ok", f"FlashInfer 2 MiB, DeepGEMM 3 MiB in {tmp_path}")
+
+
 def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(gpu: bool):
         yield doctor.Finding("fine", "1.0")

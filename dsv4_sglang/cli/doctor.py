@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import typer
@@ -25,6 +26,14 @@ COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"
 ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "dsv4_sglang"
 PYTHONS = ((3, 10), (3, 13))
 LEAST_CAPABILITY = (8, 0)
+# Folder of each library's compiled kernels in SGLang's cache.
+COMPILED_KERNELS = {
+    "FlashInfer": ".cache/flashinfer",
+    "DeepGEMM": "deep_gemm",
+    "TileLang": "tilelang",
+    "Triton": "triton",
+    "SGLang": "jit",
+}
 # Relative error of the worst token of a layer. A GPU may multiply fp32 as tf32; FP8 entries differ by a rounding step.
 EXACT_CPU, EXACT_GPU, SERVED = 1e-4, 1e-2, 5e-2
 
@@ -104,6 +113,25 @@ def compiler(gpu: bool) -> Iterator[Finding]:
         yield Finding(name, f"{path}: {line.strip()}")
 
 
+def compiled_kernels(gpu: bool) -> Iterator[Finding]:
+    """Report the kernels that starts of servers have compiled on this machine (docs/guides/first_start.md)."""
+    if not gpu:
+        yield Finding("compiled kernels", "not used without a GPU")
+        return
+    from sglang.srt.environ import envs
+
+    folder = Path(envs.SGLANG_CACHE_DIR.get()).expanduser()
+    sizes = {
+        name: sum(file.stat().st_size for file in (folder / part).rglob("*") if file.is_file())
+        for name, part in COMPILED_KERNELS.items()
+    }
+    found = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sizes.items() if size)
+    if found:
+        yield Finding("compiled kernels", f"{found} in {folder}")
+    else:
+        yield Finding("compiled kernels", f"none in {folder}; the first start compiles for minutes", "note")
+
+
 def extension(gpu: bool) -> Iterator[Finding]:
     """Load the CUDA extension. The first call builds it, as the first start of a server would."""
     if not gpu:
@@ -174,6 +202,7 @@ CHECKS: tuple[Check, ...] = (
     sglang_version,
     device,
     compiler,
+    compiled_kernels,
     extension,
     plugin,
     sglang_contract,
