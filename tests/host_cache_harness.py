@@ -418,8 +418,8 @@ class HostCacheServer(BlockOwner):
                 self.cache.release_aborted_request(name)
                 self.waiting.remove((request, name))
                 self.done["aborted"] += 1
-            elif self.rng.random() < 0.05 and name in self.cache.ongoing_prefetch:
-                self.cache.ongoing_prefetch[name].operation.start_time = -1e12
+            elif self.rng.random() < 0.05 and name in self.cache._storage_prefetch_wait:
+                self.cache._storage_prefetch_wait[name].timeout_s = -1
 
     def _drain(self) -> None:
         """Start draining the requests at random, and flush when they are drained."""

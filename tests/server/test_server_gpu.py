@@ -57,6 +57,11 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--schedule-conservativeness", "0.3", *DRAFTS),
     ),
     "fp8, two GPUs": (*LARGE, "4096", "--tp-size", "2"),
+    "fp8, two GPUs, 3 drafts": (*LARGE, "4096", "--tp-size", "2", *DRAFTS),
+    "fp8, two GPUs, 1 draft": (
+        *(*LARGE, "4096", "--tp-size", "2"),
+        *(*EAGLE, "--speculative-num-steps", "1", "--speculative-num-draft-tokens", "2"),
+    ),
     # 16 requests and chunks of 4,096 tokens per rank.
     "fp8, two ranks": (*LARGE, "8192", "--max-running-requests", "32", *RANKS),
     "fp8, two ranks, 3 drafts": (*LARGE, "8192", "--max-running-requests", "32", *RANKS, *DRAFTS),
@@ -179,19 +184,20 @@ def test_both_ranks_at_once(server: Server, check: Callable[[Asked], None]) -> N
 
 
 @only("fp8, two ranks")
-def test_a_prefill_graph_beside_an_idle_rank(server: Server, check: Callable[[Asked], None]) -> None:
+def test_a_prefill_graph_beside_an_idle_rank(server: Server) -> None:
     """Short prefill steps run as graphs while the other rank is idle, and the idle rank keeps its own prefixes."""
-    trunks = [prompt(700, seed=60 + rank) for rank in (0, 1)]
+    server.flush()
+    trunks, asked = [prompt(700, seed=60 + rank) for rank in (0, 1)], {}
     for rank, trunk in enumerate(trunks):
         server.generate(trunk, 1, **on_rank(rank))
-    mark, asked = len(server.log_text()), []
-    for rank in (0, 1, 0):
-        ids = [*trunks[rank][:640], *prompt(40, seed=62 + len(asked))]
-        asked.append((ids, server.generate(ids, GENERATED, **on_rank(rank))))
-    check(asked)
-    assert [got.cached for _, got in asked] == [640] * 3
+    mark = len(server.log_text())
+    for turn, rank in enumerate((0, 1, 0)):
+        ids = [*trunks[rank][:640], *prompt(40, seed=62 + turn)]
+        asked[f"turn {turn}"] = ids, server.generate(ids, GENERATED, **on_rank(rank))
     steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
+    assert [got.cached for _, got in asked.values()] == [640] * 3
     assert all("cuda graph: True" in line for line in steps), steps
+    assert_as_cold(server, asked)
 
 
 @only("fp8, two ranks")

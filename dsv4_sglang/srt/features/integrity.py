@@ -20,6 +20,10 @@ from dsv4_sglang.srt.integration import compat
 
 # Key of the reports in the internal state of a DP-attention rank, as GET /server_info returns it.
 KEY = "dsv4_sglang_integrity"
+# A process waits this many times the duration of an audit before the next one, so audits take a tenth of its time.
+REST = 9
+# Attribute of a scheduler: its last report, and when that audit ended.
+LAST_REPORT = "dsv4_last_report"
 # Limit of the findings in a report, so that a growing leak does not make the answer grow.
 MAX_FINDINGS = 200
 # Kinds of owners: the free list, the tree, requests, and running copies between host and storage.
@@ -220,13 +224,21 @@ class _Tree:
         if not self.tiered:
             return Counter()
         cache = self.cache
-        return Counter(
-            [
-                *(loading.node_id for loading in cache.ongoing_load_back.values()),
-                *(prefetch.anchor_node_id for prefetch in cache.ongoing_prefetch.values()),
-                *(node_id for node_id, _ in cache.ongoing_backup.values()),
-            ]
-        )
+        held = [
+            *((loading.node_id, loading.host_lock_params) for loading in cache.ongoing_load_back.values()),
+            *((prefetch.anchor_node_id, prefetch.anchor_lock_params) for prefetch in cache.ongoing_prefetch.values()),
+            *cache.ongoing_backup.values(),
+        ]
+        return Counter(node for node_id, lock in held for node in self._locked_on_host(node_id, lock))
+
+    def _locked_on_host(self, node_id: int, lock: Any) -> Iterator[int]:
+        """Yield the nodes of a host lock: the node that was locked, and if it was split since, the parts above it."""
+        node, first = self.by_id.get(node_id), lock.component_host_lock_uuids.get(self.full)
+        while node is not None:
+            yield node.id
+            if first in (None, self._data(node)[0].metadata.get("host_uuid")):
+                return
+            node = node.parent
 
     def findings(self) -> Iterator[Finding]:
         """Yield all inconsistencies. Call it after every holder has been registered."""
@@ -274,7 +286,7 @@ class _Tree:
 
     def _fetched(self) -> tuple[list[Any], list[Any]]:
         """Return host indices of blocks and of snapshots that a storage fetch uses, or that wait to be freed."""
-        from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS
+        from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS, remaining_blocks
 
         if not self.cache.enable_storage:
             return [], []
@@ -286,6 +298,12 @@ class _Tree:
             for transfer in prefetch.comp_xfers.get(self.mamba, ())
             if transfer.name is SNAPSHOTS
         ]
+        for operation in controller.cancelled_fetches:
+            blocks.append(remaining_blocks(operation))
+            if not operation.pool_transfers_done:
+                snapshots += [
+                    transfer.host_indices for transfer in operation.pool_transfers if transfer.name is SNAPSHOTS
+                ]
         if (waiting := controller.extra_host_mem_release_queues.get(SNAPSHOTS)) is not None:
             snapshots += _waiting(waiting)
         return blocks, snapshots
@@ -364,14 +382,27 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 def add_reports(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """AROUND `Scheduler.get_internal_state`: add the reports of all ranks of an attention group to its answer.
 
-    Every process runs this call, and the first of each DP-attention rank answers.
+    Every process runs this call, and the first of each DP-attention rank answers. Any client may send the request at
+    any rate, so a process repeats its last report, with its age, until it has worked REST times as long as the audit
+    took.
     """
     output = original(scheduler, recv_req)
-    group, own = scheduler.attn_tp_cpu_group, report(scheduler)
+    group, own = scheduler.attn_tp_cpu_group, _recent_report(scheduler)
     reports: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(reports, own, group=group)
     output.internal_state[KEY] = reports
     return output
+
+
+def _recent_report(scheduler: Any) -> dict[str, Any]:
+    """Return a new report, or the last one if it is too early for an audit. `age_seconds`: the time since the audit
+    began."""
+    last, ended = vars(scheduler).get(LAST_REPORT, (None, 0.0))
+    if last is None or time.perf_counter() - ended >= REST * last["seconds"]:
+        last = report(scheduler)
+        ended = time.perf_counter()
+        setattr(scheduler, LAST_REPORT, (last, ended))
+    return {**last, "age_seconds": time.perf_counter() - ended + last["seconds"]}
 
 
 def report(scheduler: Any) -> dict[str, Any]:

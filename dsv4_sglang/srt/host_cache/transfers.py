@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult, StackStrategy, build_pool_entry
@@ -17,10 +18,12 @@ from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
-from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, describe_weights
+from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import host_demand
+from dsv4_sglang.srt.host_cache.storage import StorageFull
+from dsv4_sglang.srt.host_cache.used_folder import describe_weights
 from dsv4_sglang.srt.host_cache.watch import LoadWatch
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.launch_error import LaunchError, ending_with_the_reason
@@ -46,6 +49,8 @@ class TransferController(HybridCacheController):
     watch: LoadWatch
     saves: CopyTimer
     loads: CopyTimer
+    # Cancelled fetches from a storage. SGLang frees their remaining rows when their thread has ended.
+    cancelled_fetches: Sequence[Any] = ()
 
     @contextmanager
     def batch_backups(self) -> Iterator[None]:
@@ -83,6 +88,25 @@ class TransferController(HybridCacheController):
             from_host = self.l2_transfer_engine.host_to_device_stream
             self.forward_stream.wait_stream(from_host)
 
+    def terminate_prefetch(self, operation: Any) -> Any:
+        if operation.host_indices is not None:
+            self.cancelled_fetches = [*self.cancelled_fetches, operation]
+        return super().terminate_prefetch(operation)
+
+    def append_host_mem_release(self, host_indices: Tensor | None = None, extra_pools: Any = None) -> None:
+        """Free host rows, among others the remaining rows of a cancelled fetch."""
+        self.cancelled_fetches = [
+            operation
+            for operation in self.cancelled_fetches
+            if extra_pools is not operation.pool_transfers
+            and (host_indices is None or not torch.equal(host_indices, remaining_blocks(operation)))
+        ]
+        super().append_host_mem_release(host_indices, extra_pools)
+
+    def reset(self) -> None:
+        super().reset()
+        self.cancelled_fetches = ()
+
     def _generate_storage_config(
         self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
     ) -> Any:
@@ -92,11 +116,18 @@ class TransferController(HybridCacheController):
 
     def _page_backup(self, operation: Any) -> None:
         if self.storage_backend.available():
-            super()._page_backup(operation)
+            with suppress(StorageFull):  # the storage logs it
+                super()._page_backup(operation)
 
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Keep host indices on the CPU, which launches the copies."""
         return host_indices, device_indices
+
+
+def remaining_blocks(operation: Any) -> Tensor:
+    """Return the host indices of the blocks that a cancelled fetch has not loaded. Its thread may still write them."""
+    rest: Tensor = operation.host_indices[operation.completed_tokens :]
+    return rest
 
 
 class HostStack(StackStrategy):
