@@ -26,7 +26,7 @@ LAYOUT = CacheLayout.build(CONFIG, build_schedule(CONFIG), torch.device("cpu"))
 def test_two_snapshots_for_each_running_request() -> None:
     """Fewer are rejected. By default a twelfth of the memory has snapshots, if these are not fewer."""
     assert demand_of(LAYOUT, 10, running=8, step_tokens=4096, max_snapshots=16).snapshots == 16
-    with pytest.raises(LaunchError, match="max_snapshots is 15; 8 running requests .* need at least 16"):
+    with pytest.raises(LaunchError, match=r"max_snapshots is 15; 8 running requests .* need at least 16"):
         demand_of(LAYOUT, 10, running=8, step_tokens=4096, max_snapshots=15)
     assert demand_of(LAYOUT, 60, running=8, step_tokens=4096).snapshots == int(5 * GIB) // LAYOUT.snapshot_bytes
     assert demand_of(LAYOUT, 60, running=4096, step_tokens=4096).snapshots == 8192
@@ -51,7 +51,7 @@ def test_slots_fill_no_more_than_the_memory() -> None:
     needed = (7 + 2 + 1 + 1) * LAYOUT.slot_bytes + 16 * LAYOUT.snapshot_bytes
     assert demand.bytes(LAYOUT) == needed
     assert memory_after_slots(LAYOUT, demand, needed / GIB + 1) == pytest.approx(1)
-    with pytest.raises(LaunchError, match="the state slots do not fit: 10 slots .* and 16 snapshots"):
+    with pytest.raises(LaunchError, match=r"the state slots do not fit: 10 slots .* and 16 snapshots"):
         memory_after_slots(LAYOUT, demand, needed / GIB)
 
 
