@@ -312,6 +312,12 @@ def test_tokens_that_the_model_has_not(ids: list[int]) -> None:
         send(tokenized(), tokenized(input_ids=array("q", ids)))
 
 
+def test_each_request_of_a_batch_is_checked() -> None:
+    batch = BatchTokenizedGenerateReqInput(batch=[tokenized(), tokenized(input_ids=array("q", [VOCABULARY]))])
+    with pytest.raises(ValueError, match=f"^input_ids is {VOCABULARY}; "):
+        check_message(lambda manager, obj: None, MANAGER, batch)
+
+
 def test_labels_of_metrics() -> None:
     def check(labels: dict[str, str] | None) -> None:
         states = {"x": SimpleNamespace(obj=SimpleNamespace(custom_labels=labels))}

@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmarks.lifecycle import SPARED
+from dsv4_sglang.srt.integration.request_validation import SET_BY_SGLANG
 
 pytestmark = pytest.mark.server
 
@@ -51,6 +52,74 @@ OTHER_ANSWER = {
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("json_schema", "regex", "ebnf", "structural_tag"),
 }
+# The values of VALUES that a field accepts, as text. All others get status 400.
+OF_TEXT, OF_FLAG, OF_IMAGES = ("None", "''", "'x'", "'('"), ("True", "0"), ("None", "[]", "{}")
+OF_OBJECT = ("None", "{}", "{'a': 1}", "{'1': 1e+300}", "{'1': 'x'}", "{'-1': 1}", "{'id': 5}")
+OF_NUMBER, OF_ANY_NUMBER = ("0", "-1", "384", "2147483648"), ("None", "True", "0", "-1", "384", "2147483648")
+ACCEPTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("rid", "session_id", "routing_key", "conversation_id", "extra_key", "cache_salt"), OF_TEXT),
+    **dict.fromkeys(("watermark", "sampling_logprobs_mode", "http_worker_ipc", "max_thinking_tokens"), ("None",)),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"), ("None",)),
+    **dict.fromkeys(("decode_tp_size", "disagg_prefill_dp_rank", "text"), ("None",)),
+    **dict.fromkeys(("input_embeds", "modalities", "lora_id"), ("None", "[]")),
+    **dict.fromkeys(("multi_item_delimiter_indices", "token_indices_to_pool"), ("None", "[]")),
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "positional_embed_overrides"), OF_IMAGES),
+    **dict.fromkeys(("mm_hashes", "encoder_urls"), ("None", "[]", "['x']")),
+    **dict.fromkeys(("use_audio_in_video", "return_flat_raw_top_logprobs", "log_metrics"), OF_FLAG),
+    **dict.fromkeys(("return_flat_raw_output_top_logprobs", "return_routed_experts", "return_bytes"), OF_FLAG),
+    **dict.fromkeys(("return_indexer_topk", "background", "no_logs", "return_entropy"), OF_FLAG),
+    **dict.fromkeys(("video_config", "external_trace_header", "images_config", "mm_processor_kwargs"), OF_OBJECT),
+    **dict.fromkeys(("sampling_params", "session_params", "custom_labels"), ("None", "{}")),
+    **dict.fromkeys(("num_items_assigned", "kv_hints"), ("None", "{}")),
+    **dict.fromkeys(("return_logprob", "return_sampling_mask"), ("None", "True")),
+    **dict.fromkeys(("logprob_start_len", "priority"), ("None", *OF_NUMBER)),
+    **dict.fromkeys(("return_text_in_logprobs", "stream", "require_reasoning"), ("True",)),
+    **dict.fromkeys(("lora_path", "custom_logit_processor"), ("None", "''")),
+    **dict.fromkeys(("routed_dp_rank", "data_parallel_rank"), ("None", "0")),
+    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch"), OF_ANY_NUMBER),
+    **dict.fromkeys(("image_max_dynamic_patch", "video_max_dynamic_patch"), OF_ANY_NUMBER),
+    "input_ids": ("[1]", "[[1]]"),
+    "mm_content_hashes": ("None", "[]", "['x']", "[None]"),
+    "top_logprobs_num": ("None", "0", "384"),
+    "token_ids_logprob": ("None", "[]", "[1]"),
+    "return_prompt_token_ids": ("True",),
+    "return_flat_raw_top_logprobs_b64": ("0",),
+    "return_hidden_states": (),
+    "routed_experts_start_len": OF_NUMBER,
+    "received_time": (*OF_ANY_NUMBER, "1.5", str(1 << 70), str(-(1 << 70)), "1e+300"),
+    "need_wait_for_mm_inputs": ("None", *OF_FLAG),
+}
+# For each sampling parameter: values that must be answered.
+GOOD: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (1, 384),
+    "stop": ("x", ["x"]),
+    "stop_token_ids": ([1],),
+    "stop_regex": ("x",),
+    "temperature": (0, 1.5),
+    "top_p": (0.5, 1),
+    "top_k": (-1, 1, 384),
+    "min_p": (0, 0.5),
+    "frequency_penalty": (-1, 1.5),
+    "presence_penalty": (-1, 1.5),
+    "repetition_penalty": (0.5, 1.5),
+    "min_new_tokens": (0, 2),
+    "n": (1, 2, 3),
+    "beam_width": (1, None),
+    "json_schema": ('{"type": "integer"}',),
+    "regex": ("x",),
+    "ebnf": ('root ::= "a"',),
+    "structural_tag": (None,),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"), (True, False)),
+    **dict.fromkeys(("no_stop_trim", "ebnf_full_assistant"), (True, False)),
+    "stream_interval": (1, 384),
+    "logit_bias": ({"1": 1.5},),
+    "sampling_seed": (0, -1, 384),
+    "custom_params": ({}, {"a": 1}),
+    "watermark": (None,),
+    **dict.fromkeys(SET_BY_SGLANG, ()),
+}
+# A prompt of two prefill chunks.
+LONG = [5 + i % 300 for i in range(300)]
 
 
 def usual(**fields: Any) -> dict[str, Any]:
@@ -102,9 +171,12 @@ def assert_answered_or_rejected(
     server: Server, right: list[int], name: str, body_of: Callable[[Any], dict[str, Any]]
 ) -> None:
     accepted, wrong = [], []
+    expected = ACCEPTED.get(name)
     values = [value for value in VALUES if name != "n" or value != VOCABULARY]  # n = VOCABULARY answers take too long
     for value, (status, text) in zip(values, ask_all(server, [body_of(value) for value in values])):
         shown = f"{name} = {value!r:.40}: {status} {text[:300]}"
+        if expected is not None and (status == 200) != (repr(value) in expected):
+            wrong.append(f"{shown}; expected {200 if repr(value) in expected else 400}")
         if status == 200:
             accepted.append(value)
             if name not in OTHER_ANSWER and tokens_of(text) != [right]:
@@ -127,6 +199,61 @@ def test_fields(server: Server, right: list[int], field: str) -> None:
 @pytest.mark.parametrize("parameter", PARAMETERS)
 def test_sampling_parameters(server: Server, right: list[int], parameter: str) -> None:
     assert_answered_or_rejected(server, right, parameter, lambda value: with_parameter(parameter, value))
+
+
+def test_the_tables_are_complete() -> None:
+    assert ACCEPTED.keys() == {*FIELDS} and GOOD.keys() == {*PARAMETERS}
+
+
+def assert_all_answered(server: Server, bodies: dict[str, dict[str, Any]], right: dict[str, Any]) -> None:
+    """Assert that each body is answered, with the tokens in `right` if there are any for its name."""
+    wrong = []
+    for name, (status, text) in zip(bodies, ask_all(server, list(bodies.values()))):
+        if status != 200 or (name in right and tokens_of(text) != right[name]):
+            wrong.append(f"{name}: {status} {text[:300]}, expected {right.get(name, 'any tokens')}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompts_of_two_chunks(server: Server, n: int) -> None:
+    """Each value that a field or a parameter accepts is answered, with one answer or two."""
+    usual_params = {**GREEDY, "n": n}
+    status, text = ask(server, {"input_ids": LONG, "sampling_params": usual_params})
+    assert status == 200 and len(tokens_of(text)) == n
+    answers, bodies, right = tokens_of(text), dict[str, dict[str, Any]](), dict[str, Any]()
+    for name in FIELDS:
+        # A list has an item of each prompt, and the tests above have the fields that choose the answer.
+        for value in VALUES if name not in ("text", "input_ids", "sampling_params", "stream") else ():
+            if repr(value) in ACCEPTED[name] and not isinstance(value, list):
+                shown = f"{name} = {value!r}"
+                bodies[shown] = {"input_ids": LONG, "sampling_params": usual_params, name: value}
+                right[shown] = answers
+    for name, values in GOOD.items():
+        for value in values:
+            shown = f"{name} = {value!r}"
+            bodies[shown] = {"input_ids": LONG, "sampling_params": {**usual_params, name: value}}
+            if name == "n":
+                right[shown] = [answers[0]] * value
+            elif name not in OTHER_ANSWER:
+                right[shown] = answers
+    assert_all_answered(server, bodies, right)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_choices(server: Server, stream: bool) -> None:
+    _, body = OPENAI["/v1/chat/completions"]
+    status, text = ask(server, {**body, "n": 2, "stream": stream, "temperature": 0}, "/v1/chat/completions")
+    assert status == 200, text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    pages = [json.loads(line) for line in (lines if stream else [text])]
+    assert {choice["index"] for page in pages for choice in page["choices"]} == {0, 1}, text
+
+
+def test_responses(server: Server) -> None:
+    """The endpoint needs the package openai_harmony."""
+    model = server.get("/v1/models")["data"][0]["id"]
+    status, text = ask(server, {"model": model, "input": "a", "max_output_tokens": 2}, "/v1/responses")
+    assert status == 200 and json.loads(text)["output"], text
 
 
 def test_one_line_says_why(server: Server) -> None:
