@@ -16,13 +16,12 @@ from benchmarks.prefix_simulation import (
     Simulation,
     expected_blind,
 )
-from benchmarks.prefix_tree import TreeRegistry
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 
-def hits(turns: Iterable[Turn], tokens: int, registry: type[TreeRegistry] = TreeRegistry) -> float:
+def hits(turns: Iterable[Turn], tokens: int, registry: type[SnapshotRegistry] = SnapshotRegistry) -> float:
     """Return the fraction of an infinite cache's hits in a pool of `tokens` tokens with enough snapshots."""
     simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, registry=registry)
     simulation.run(turns)

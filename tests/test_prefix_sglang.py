@@ -13,7 +13,6 @@ from prefix_tree_server import BLOCK, TIMES, Request, TreeServer, without_a_serv
 from benchmarks.agent_trace import Turn
 from benchmarks.prefix_simulation import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
-from dsv4_sglang.srt.prefix_cache.component import LeafOrder
 
 
 @pytest.fixture(autouse=True)
@@ -242,23 +241,18 @@ def test_a_loop_over_more_than_fits_keeps_hitting_a_part(fewer: int, count: int,
     assert sum(hit > 0 for hit in hits[2 * count :]) >= least
 
 
-def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
-    """The new registry counts its changes from 0 after the flush and may reach the old counts."""
-
-    def priorities(order: LeafOrder) -> list[tuple[float, float]]:
-        return [order.get_priority(node) for _, node in sorted(server.component.slots.nodes.items())]
-
+def test_a_flush_empties_the_orders_of_eviction() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
-    order = server.cache.tree_core.eviction_strategy
-    assert isinstance(order, LeafOrder)
-    for keys in ([1, 2], [3, 4], [1, 2]):
-        run(server, keys)
-    before, changes = priorities(order), server.component.slots.registry.changes
+    run(server, [1, 2])
+    server.component._evict_snapshot(next(iter(server.component.slots.nodes.values())))
+    run(server, [3, 4])
+    server.check()
     server.flush()
-    for keys in ([1, 2], [3, 4], [3, 4]):
-        run(server, keys)
-    assert server.component.slots.registry.changes == changes, "the test does not test"
-    assert priorities(order) == priorities(LeafOrder(server.component.slots)) != before
+    server.check()
+    leaves = server.cache.tree_core.evictable_device_leaves
+    assert not leaves and leaves.first() is None and not server.component.slots.registry.leaves.entries
+    run(server, [5, 6])
+    assert [leaves.first()] == list(server.component.slots.nodes.values())
 
 
 def test_an_idle_server_spends_little_time_on_checks_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,13 @@ OVERRIDES = (
         _prewarm_mhc_kernels="it compiles GPU kernels, which do not exist on a CPU",
     ),
     *_overridden(
+        "sglang.srt.mem_cache.unified_cache.components.FullComponent",
+        "dsv4_sglang.srt.prefix_cache.component.BlockComponent",
+        _evict_device_start="it sorts all leaves of the tree for each eviction; here they are kept in order",
+        _evict_device_next_node="it takes the next leaf from that list",
+        _evict_device_end="it frees that list",
+    ),
+    *_overridden(
         "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
         "dsv4_sglang.srt.prefix_cache.component.SnapshotComponent",
         _evict_device_next_node="it evicts snapshots if live slots are short, which frees no live slot",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
+from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -44,7 +45,9 @@ class PrefixCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         super().reset()
-        self.req_to_token_pool.mamba_ckpt_pool.forget()
+        slots = self.req_to_token_pool.mamba_ckpt_pool
+        slots.forget()
+        self.tree_core.evictable_device_leaves = EvictableLeaves(slots)
 
     def settle(self, waiting: Iterable[Req]) -> None:
         """Wait for running copies, and cancel the loads of queued requests."""
