@@ -110,8 +110,8 @@ def run_turns(server: HostCacheServer, turns: int, before: Callable[[], None] = 
 @pytest.mark.parametrize("bad_transfers", [False, True])
 def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
     """Also when transfers fail or stall. A request whose load fails computes its prompt or waits."""
-    server = HostCacheServer(monkeypatch, seed=3, policy=policy)
-    run_turns(server, 200, *([with_bad_transfers(monkeypatch, server)] if bad_transfers else []))
+    server = HostCacheServer(monkeypatch, seed=1, policy=policy)
+    run_turns(server, 600, *([with_bad_transfers(monkeypatch, server)] if bad_transfers else []))
     assert server.from_host > 0, "no tokens came from the host"
     assert server.component.metrics.total("host_loads_failed") > 0 or not bad_transfers
     assert server.flush(), "something is locked or on its way"

@@ -564,6 +564,11 @@ def _freed_after(cache: Any) -> Iterator[tuple[Any, ...]]:
     cache._apply_cache_actions(actions)
 
 
+def nodes_of(core: Any) -> int:
+    """Return the number of nodes of a tree, with its root."""
+    return len(core._node_arena)
+
+
 def evict_from_device(component: Any, node: Any) -> None:
     """Evict what `component` has on a tree node from the device. Other components of the node stay."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -39,9 +40,16 @@ INTERVAL_CAP = 2
 # Evicted branches that are remembered for ghost hits, per place of the registry. Each takes about 100 bytes.
 REMEMBERED = 4
 
+# An eviction for an allocation frees at least 1/RESERVE of the pool, within limits (`PrefixCache.evict_for_alloc`).
+RESERVE = 256
+
 # With a host cache, 1/MARGIN of the device is kept free or evictable without a copy (the host has one already), so that
 # an allocation rarely waits for a save. With a larger share the host would hold more duplicates.
 MARGIN = 32
+
+# Most snapshots that a search for the next evictions returns for slots, and for blocks. All of a larger margin would
+# take milliseconds to find, and one scheduler iteration saves fewer.
+CANDIDATES = 256
 
 
 class SnapshotRegistry:
@@ -306,15 +314,18 @@ class SnapshotRegistry:
             return set()
         return set(np.flatnonzero(self.held & (self.previous == slot)).tolist())
 
-    def recompute_cost(self) -> np.ndarray:
-        """Return the tokens to recompute without each snapshot, times SUPERSEDED where that applies."""
-        saved = self.length - self.length[self.previous]
-        return saved * np.where(self.followers == 1, SUPERSEDED, 1.0)
+    def recompute_cost(self, count: int | None = None) -> np.ndarray:
+        """Return the tokens to recompute without each of the first `count` snapshots (default: all), times SUPERSEDED
+        where that applies."""
+        saved = self.length[:count] - self.length[self.previous[:count]]
+        return saved * np.where(self.followers[:count] == 1, SUPERSEDED, 1.0)
 
-    def reuse_interval(self) -> np.ndarray:
-        """Return the expected time to reuse (reciprocal of its probability), [capacity + host_rows + 1] float64."""
-        interval = np.where(self.interval > 0, self.interval, self.mean_interval)
-        return np.maximum(np.maximum(self.now - self.last, interval), 1.0) * (1 + TIE * self.last)
+    def reuse_interval(self, count: int | None = None) -> np.ndarray:
+        """Return the expected time to reuse (reciprocal of its probability) of the first `count` snapshots (default:
+        all), float64."""
+        last, known = self.last[:count], self.interval[:count]
+        interval = np.where(known > 0, known, self.mean_interval)
+        return np.maximum(np.maximum(self.now - last, interval), 1.0) * (1 + TIE * last)
 
     def lowest_value(self, *, needed: bool, saves: int) -> int:
         """Return the device snapshot to evict for its slot, or 0 if there is none.
@@ -330,16 +341,16 @@ class SnapshotRegistry:
 
     # Host cache
 
-    def eviction_score(self) -> np.ndarray:
+    def eviction_score(self, count: int | None = None) -> np.ndarray:
         """Return `reuse_interval` divided by `recompute_cost`, by number. The highest score is evicted first."""
-        return self.reuse_interval() / np.maximum(self.recompute_cost(), 1e-9)
+        return self.reuse_interval(count) / np.maximum(self.recompute_cost(count), 1e-9)
 
     def to_copy(self) -> list[int]:
         """Return the slots that the host should copy at once, most valuable first."""
         slots = np.flatnonzero(self.held & self.pending_write & ~self.copied & ~self.attempted)
         return slots[np.argsort(self.eviction_score()[slots], kind="stable")].tolist() if len(slots) else []
 
-    def note_eviction_candidates(self, tokens: int, slots: int) -> list[int]:
+    def note_eviction_candidates(self, tokens: int, slots: int, most: int = CANDIDATES) -> list[int]:
         """Return the snapshots that the device evicts next, in order, and mark them in `evicted_next`.
 
         Snapshots locked by requests are marked too if they would be candidates without the lock, but are not returned.
@@ -347,36 +358,41 @@ class SnapshotRegistry:
         Args:
             tokens: tokens of blocks to free, by evicting the ends of paths.
             slots: snapshot slots to free.
+            most: limit of the snapshots that are noted for tokens, and of those for slots.
         """
-        here = self.held[: self.capacity + 1]
+        here, locks = (column[: self.capacity + 1] for column in (self.held, self.locks))
         # Candidates that only a running copy to the host locks become evictable when the copy ends.
-        copying = self.evicted_next & self.copied & (self.locks > 0)
-        free = here & ((self.locks == 0) | copying)[: len(here)]
-        ids = np.flatnonzero(here)
+        copying = (self.evicted_next & self.copied)[: len(here)] & (locks > 0)
+        free = here & ((locks == 0) | copying)
         going: dict[int, None] = {}
         if slots > 0:
-            order = ids[np.argsort(-self.eviction_score()[ids], kind="stable")]
-            going.update(dict.fromkeys(order[: np.searchsorted(np.cumsum(free[order]), slots) + 1].tolist()))
+            score = self.eviction_score(len(here))
+            order = _first(np.flatnonzero(here), score, free.astype(np.int64), slots, most)
+            going.update(dict.fromkeys(order.tolist()))
         if tokens > 0:
-            reuse_interval = self.reuse_interval()
-            followers = np.bincount(self.previous[ids], minlength=len(self.held))
-            order = ids[followers[ids] == 0]
-            order = order[np.argsort(-reuse_interval[order], kind="stable")]
-            freed = np.cumsum(np.where(free[order], self.length[order] - self.length[self.previous[order]], 0))
-            ends = [(-reuse_interval[slot], slot) for slot in order[: np.searchsorted(freed, tokens) + 1].tolist()]
-            while ends and tokens > 0:
-                _, slot = heapq.heappop(ends)
-                going[slot] = None
-                if not free[slot]:
-                    continue
-                above = int(self.previous[slot])
-                tokens -= int(self.length[slot] - self.length[above])
-                followers[above] -= 1
-                if above <= self.capacity and here[above] and not followers[above]:
-                    heapq.heappush(ends, (-reuse_interval[above], above))
+            going.update(dict.fromkeys(islice(self._ends_to_evict(here, free, tokens, most), most)))
         self.evicted_next[:] = False
         self.evicted_next[list(going)] = True
         return [slot for slot in going if free[slot]]
+
+    def _ends_to_evict(self, here: np.ndarray, free: np.ndarray, tokens: int, most: int) -> Iterator[int]:
+        """Yield the snapshots that end paths on the device, in the order in which their blocks are evicted, until that
+        frees `tokens` tokens. Those that are not `free` are yielded too, but free nothing."""
+        ids, reuse_interval = np.flatnonzero(here), self.reuse_interval(len(here))
+        followers = np.bincount(self.previous[ids], minlength=len(self.held))
+        saved = np.where(free, self.length[: len(here)] - self.length[self.previous[: len(here)]], 0)
+        order = _first(ids[followers[ids] == 0], reuse_interval, saved, tokens, most)
+        ends = [(-reuse_interval[slot], slot) for slot in order.tolist()]
+        while ends and tokens > 0:
+            _, slot = heapq.heappop(ends)
+            yield slot
+            if not free[slot]:
+                continue
+            above = int(self.previous[slot])
+            tokens -= int(saved[slot])
+            followers[above] -= 1
+            if 0 < above <= self.capacity and here[above] and not followers[above]:
+                heapq.heappush(ends, (-reuse_interval[above], above))
 
     def host_value(self, score: np.ndarray) -> np.ndarray:
         """Return the value of each snapshot's host copy, by number. The host evicts the smallest first.
@@ -395,3 +411,15 @@ class SnapshotRegistry:
         everywhere = np.arange(len(self.held))
         ids = everywhere[self.held & (self.copied | (everywhere > self.capacity)) & (value < below)]
         return ids[np.argsort(value[ids], kind="stable")].tolist()
+
+
+def _first(ids: np.ndarray, score: np.ndarray, amount: np.ndarray, needed: int, most: int) -> np.ndarray:
+    """Return the ids of highest score, in descending order, until their amounts add up to `needed`, at most `most`.
+
+    `score` and `amount` are columns by id.
+    """
+    if len(ids) > most:
+        scores = score[ids]
+        ids = ids[scores >= np.partition(scores, -most)[-most]]
+    order = ids[np.argsort(-score[ids], kind="stable")]
+    return order[: min(most, int(np.searchsorted(np.cumsum(amount[order]), needed)) + 1)]
