@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
@@ -29,7 +28,8 @@ from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 # Tokens of a conversation, and running requests, for each of which SGLang keeps a free page in every decode step.
 CONVERSATION, REQUESTS = 8 * BLOCK, 256
-TREES = ("ours", "sglang python", "sglang rust")
+# This package's tree, and SGLang's with LRU on its two tree cores. Its servers use the one in Rust.
+TREES = ("ours", "sglang-python", "sglang-rust")
 
 
 class Pool(StateReqToTokenPool):
@@ -46,23 +46,25 @@ class Pool(StateReqToTokenPool):
 def without_a_server() -> Iterator[None]:
     """Context manager: replace the server settings that SGLang's component for snapshots reads."""
     settings = SimpleNamespace(mamba=SimpleNamespace(mamba_max_states_per_path=-1))
-    replaced = {
+    of_sglang = {
         "get_exec": lambda: settings,
         "mamba_cache_chunk_size": lambda: BLOCK,
         "mamba_checkpoint_grid": lambda page_size: BLOCK,
     }
     alone = SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0)
-    with compat.replaced(mamba, **replaced), compat.replaced(component, get_parallel=lambda: alone):
+    with compat.replaced(mamba, **of_sglang), compat.replaced(component, get_parallel=lambda: alone):
         yield
 
 
 class FullTree:
-    """A tree whose pool is full of `conversations`, each of which is a leaf.
+    """A tree in a pool that is full of `conversations`, each of which is one leaf.
 
-    SGLang's tree has blocks only, and none of the state of a window, so that its evictions do less than on a server.
+    Here every conversation has a snapshot. SGLang's tree has the blocks only and not its windows, so that it does less
+    for an eviction than on a server.
     """
 
     def __init__(self, kind: str, conversations: int) -> None:
+        """`kind`: one of TREES."""
         tokens = conversations * CONVERSATION + REQUESTS * BLOCK
         self.pool = Pool(conversations + REQUESTS)
         self.allocator = PagedTokenToKVPoolAllocator(tokens, BLOCK, torch.uint8, "cpu", None, False)
@@ -76,48 +78,38 @@ class FullTree:
         self.ours = kind == "ours"
         if self.ours:
             context = SimpleNamespace(disable_radix_cache=False, enable_hierarchical_cache=False, params=params)
-            self.cache = build_prefix_cache(context, 4096)
+            self.cache = build_prefix_cache(context, 32 * BLOCK)
         else:
             params.tree_components = (ComponentType.FULL,)
-            params.tree_core_backend = kind.split()[1]
+            params.tree_core_backend = kind.removeprefix("sglang-")
             self.cache = UnifiedRadixCache(params)
-        self.number = itertools.count()
+        self._numbers = itertools.count()
         for _ in range(conversations):
             self.insert()
 
     def insert(self) -> None:
-        """Insert a conversation. It needs free pages, as at the end of a request."""
-        number = next(self.number)
+        """Insert a new conversation into free pages, as at the end of a request."""
+        number = next(self._numbers)
         key = RadixKey(array("q", range(number << 20, (number << 20) + CONVERSATION)), None)
         value = self.allocator.alloc(CONVERSATION)
-        assert value is not None
-        if not self.ours:
-            self.cache.insert(InsertParams(key=key, value=value))
-            return
-        slots = self.pool.mamba_ckpt_pool
-        slots.registry.tick()
-        self.cache.insert(InsertParams(key=key, value=value, mamba_value=slots.node_value(slots.take())))
+        assert value is not None, "the step before has evicted for 256 pages"
+        snapshot = None
+        if self.ours:
+            slots = self.pool.mamba_ckpt_pool
+            slots.registry.tick()
+            snapshot = slots.node_value(slots.take())
+        self.cache.insert(InsertParams(key=key, value=value, mamba_value=snapshot))
 
-    def evictions(self, steps: int) -> dict[str, Any]:
-        """Run decode steps that find the pool full. Return the times of those that evict.
-
-        Two of the 256 requests need a page in a mean step. A conversation that ends every fourth step takes the pages.
-        """
-        times, freed = [], 0
-        for _ in range(steps):
-            free, start = self.allocator.available_size(), time.perf_counter()
-            self.allocator.evict_to_free_tokens(self.cache, REQUESTS * BLOCK)
-            seconds = time.perf_counter() - start
-            if got := self.allocator.available_size() - free:
-                times.append(1e3 * seconds)
-                freed += got
+    def evictions(self, count: int) -> dict[str, float]:
+        """Evict `count` times as before a decode step of 256 requests, each time after a new conversation. Return CPU
+        times."""
+        times = []
+        for _ in range(count):
             self.insert()
+            start = time.thread_time()
+            self.allocator.evict_to_free_tokens(self.cache, REQUESTS * BLOCK)
+            times.append(1e3 * (time.thread_time() - start))
+            assert self.allocator.available_size() >= REQUESTS * BLOCK
         times.sort()
-        return {
-            "evictions": len(times),
-            "p50_ms": round(statistics.median(times), 4),
-            "p95_ms": round(times[int(0.95 * len(times))], 4),
-            "max_ms": round(times[-1], 4),
-            "us_a_page": round(1e3 * sum(times) / (freed / BLOCK), 3),
-            "pages": round(freed / BLOCK / len(times), 1),
-        }
+        p95 = times[int(0.95 * len(times))]
+        return {"p50 ms": round(statistics.median(times), 4), "p95 ms": round(p95, 4), "max ms": round(times[-1], 4)}

@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due
-from dsv4_sglang.srt.prefix_cache.policy import RESERVE, SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 
 class FreeList:
@@ -213,11 +213,8 @@ class PrefixTree:
     def take_blocks(self, count: int) -> np.ndarray | None:
         """Allocate blocks for a request and evict those with the lowest value. Return None if too many blocks are
         locked."""
-        available = self.block_pool.available_size()
-        if available < count:
-            wanted = max(count, available + self.block_pool.size // RESERVE)
-            while self.block_pool.available_size() < wanted and self._evict_leaf():
-                pass
+        while self.block_pool.available_size() < count and self._evict_leaf():
+            pass
         return self.block_pool.alloc(count)
 
     def take_snapshot(self, *, needed: bool = True, saves: int = 0) -> int:

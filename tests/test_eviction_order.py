@@ -226,27 +226,6 @@ def test_a_leaf_that_is_not_evicted_keeps_its_place(server: TreeServer, monkeypa
     server.check()
 
 
-def test_an_allocation_evicts_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least 1/256 of the pool, but no more than 8 mean nodes."""
-    without_a_server(monkeypatch)
-    server = TreeServer(blocks=2560, snapshots=800, interval=100, chunk=6)
-    for number in range(200):
-        server.finish(server.admit([number, number, number]) or pytest.fail("no room"))
-    free = server.allocator.available_size()
-    server.cache.evict_for_alloc(EvictParams(num_tokens=1))
-    assert server.allocator.available_size() - free == 12 * BLOCK, "10 blocks, in whole leaves of 3"
-    server.check()
-    monkeypatch.setattr(cache_module, "RESERVE_NODES", 2)
-    free = server.allocator.available_size()
-    server.cache.evict_for_alloc(EvictParams(num_tokens=1))
-    assert server.allocator.available_size() - free == 6 * BLOCK
-    free = server.allocator.available_size()
-    server.cache.evict_for_alloc(EvictParams(num_tokens=30 * BLOCK))
-    assert server.allocator.available_size() - free == 30 * BLOCK, "a reserve is not added to what is needed"
-    server.cache.evict_for_alloc(EvictParams(num_tokens=0))
-    assert server.allocator.available_size() - free == 30 * BLOCK
-
-
 def test_a_large_tree_is_not_checked(server: TreeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     node = next(iter(server.component.slots.nodes.values()))
     parent, node.parent = node.parent, None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
-from dsv4_sglang.srt.prefix_cache.policy import RESERVE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -22,16 +19,12 @@ if TYPE_CHECKING:
 # Minimum pause between two checks of the tree, as a multiple of the duration of the last check.
 CHECK_PAUSE = 100
 
-# Most nodes of a tree that is checked. A check takes 10 us a node (docs/benchmarks/results.md), so at most 20 ms.
+# Most nodes of a tree that is checked. A check takes 10 us a node, so at most 20 ms.
 CHECKED_NODES = 2048
-
-# Most nodes, of mean size, that an eviction frees in reserve, so that it takes at most 2 ms
-# (docs/benchmarks/results.md).
-RESERVE_NODES = 8
 
 
 class PrefixCache(UnifiedRadixCache):
-    """SGLang's tree with bounded pauses for evictions and consistency checks.
+    """SGLang's tree with bounded and less frequent consistency checks.
 
     The scheduler runs a check in every idle iteration. A check visits all nodes, and a request that arrives meanwhile
     waits for it on every TP rank. Here checks take 1/CHECK_PAUSE of an idle server's time, and a tree of more than
@@ -51,16 +44,6 @@ class PrefixCache(UnifiedRadixCache):
         super().sanity_check()
         end = time.monotonic()
         self._next_check = end + CHECK_PAUSE * (end - begin)
-
-    def evict_for_alloc(self, params: EvictParams, **arguments: Any) -> EvictResult:
-        """Evict what an allocation lacks, and a reserve for the next ones, so that few decode steps evict."""
-        nodes = compat.nodes_of(self.tree_core)
-        reserve = min(
-            self.token_to_kv_pool_allocator.size // RESERVE, RESERVE_NODES * self.full_evictable_size() // nodes
-        )
-        if 0 < params.num_tokens < reserve:
-            params = dataclasses.replace(params, num_tokens=reserve)
-        return super().evict_for_alloc(params, **arguments)
 
     def retracted(self, req: Req) -> None:
         """Handle a request that was retracted because memory is short, after its tokens were inserted into the tree."""

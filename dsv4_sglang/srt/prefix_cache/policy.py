@@ -40,9 +40,6 @@ INTERVAL_CAP = 2
 # Evicted branches that are remembered for ghost hits, per place of the registry. Each takes about 100 bytes.
 REMEMBERED = 4
 
-# An eviction for an allocation frees at least 1/RESERVE of the pool, within limits (`PrefixCache.evict_for_alloc`).
-RESERVE = 256
-
 # With a host cache, 1/MARGIN of the device is kept free or evictable without a copy (the host has one already), so that
 # an allocation rarely waits for a save. With a larger share the host would hold more duplicates.
 MARGIN = 32
