@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import report, serve, serve_plan, servers, turns
 from benchmarks.servers import Server
 
-LEAVES, QUICK_LEAVES, EVICTIONS = (100, 1_000, 10_000, 100_000), (100, 1_000), 200
+LEAVES, QUICK_LEAVES, DRY_LEAVES, EVICTIONS = (100, 1_000, 10_000, 100_000), (100, 1_000), (100,), 200
 # Tokens of a cached conversation, and conversations per request of the client.
 FILL, BATCH, CLIENTS = 256, 32, 4
 # Conversations that are sent per conversation that fits, so that the pool is full.
@@ -61,13 +61,13 @@ class Bench(serve.Bench):
             empty = {}
             for rate in self.decode(server):
                 empty[rate["at"]] = rate["value"]
-                yield {**row, **rate, "pool": "empty", "tokens": tokens}
+                yield {**rate, **row, "pool": "empty", "tokens": tokens}
             start = time.monotonic()
             self.fill(server, tokens)
             seconds = time.monotonic() - start
             for rate in self.decode(server):
                 share = rate["value"] / empty[rate["at"]] if rate["value"] and empty[rate["at"]] else None
-                yield {**row, **rate, "pool": "full", "tokens": tokens, "of empty": share, "fill s": seconds}
+                yield {**rate, **row, "pool": "full", "tokens": tokens, "of empty": share, "fill s": seconds}
 
     def fill(self, server: Server, tokens: int) -> None:
         """Fill a pool of `tokens` tokens with conversations."""
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     result = report.Report("full_pool", args, settings)
     if "eviction" in measures:
         for tree in args.trees.split(","):
-            leaves = QUICK_LEAVES if args.quick or args.dry_run else LEAVES
+            leaves = DRY_LEAVES if args.dry_run else QUICK_LEAVES if args.quick else LEAVES
             result.part(f"eviction/{tree}", partial(evictions, tree, leaves))
     if "decode" in measures:
         bench = Bench(args)
