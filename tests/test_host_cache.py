@@ -224,6 +224,27 @@ def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatc
     assert watch.oldest() is None
 
 
+def test_the_watch_keeps_neither_loads_that_ended_nor_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    watch = server.controller.watch
+    for _ in range(3):
+        server.serve(prompt(0))
+        server._make_room(20)
+    server.serve(prompt(0))
+    assert watch._count >= 3, "no loads"
+    assert [len(load.requests) for load in watch._loads] == [1], "the last load, and its own request"
+    assert not watch._requests
+
+
+def test_a_load_without_enough_slots_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    slots = server.component.slots
+    free = slots.available_size()
+    assert server.component.slots_for_load(slots.num_slots + 1) is None
+    assert slots.available_size() == free
+    server.check()
+
+
 def prompt(line: int, blocks: int = 6) -> list[int]:
     """Return the tokens of conversation `line`: its blocks and a few tokens after them."""
     return [100 * line + at // BLOCK + 1 for at in range(blocks * BLOCK + 20)]
