@@ -4,28 +4,14 @@
 # make test     set up, format and lint checks, types, the tests that matter most (tests/tiers.py)
 # make test-all make test, then make test-rest
 # make test-rest   the tests that make test leaves out
-# make test-newest   the short set of tests, with servers, on the newest supported SGLang in its own environment
-#               (docs/design/adding_a_release.md)
-# make test-newest-short   a shorter set, for CI, in an environment that shares torch and other packages with .venv
 # make bench    the benchmarks
 # make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
 # make docs     docs/ as a site in build/site; broken links are errors. In an environment of its own, .venv-docs
 # make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/reference/release.md), SBOM; tried
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
-# SGLANG (release of SGLang, in an environment of its own; default: 0.5.17),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test and test-rest).
 
-SGLANG ?=
-NEWEST := 0.5.23
-NEWEST_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py v41.py v41_cache.py \
-	overlapping_layer.py prefix_sglang.py host_cache.py host_storage.py page_names.py host_folder.py integrity.py sleep.py \
-	request_validation.py) \
-	tests/server/test_operations.py tests/server/test_start.py tests/server/test_tokenizer_workers.py \
-	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py dspark.py host.py \
-	restarts.py requests.py v41.py)
-SHORT_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py) \
-	tests/server/test_server_exact.py::test_more_requests_than_fit
-VENV ?= .venv$(if $(SGLANG),-$(SGLANG))
+VENV ?= .venv
 MODEL ?= .cache/tiny
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -36,12 +22,12 @@ export PYTHON
 # would compile torch, transformers and sglang again, 14 s of CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test test-all test-rest test-newest test-newest-short lint format serve demo bench check-recipes docs wheels
+.PHONY: setup test test-all test-rest lint format serve demo bench check-recipes docs wheels
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml tools/setup.sh tools/requirements-cpu.txt tools/sglang_pins.py tools/patch_torchvision_cpu.py
-	tools/setup.sh $(VENV) '$(RECIPE)' $(SGLANG)
+$(STAMP): pyproject.toml tools/setup.sh tools/requirements-cpu.txt tools/patch_torchvision_cpu.py
+	tools/setup.sh $(VENV) '$(RECIPE)'
 	touch $@
 
 lint: $(STAMP)
@@ -69,15 +55,6 @@ test-rest: $(STAMP)
 
 test-all: test
 	$(MAKE) test-rest
-
-test-newest:
-	$(MAKE) SGLANG=$(NEWEST) setup
-	.venv-$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS) $(ARGS)
-
-# In one process: a second one would import SGLang two more times, for its tests and for its servers.
-test-newest-short: $(STAMP)
-	tools/setup.sh .venv-$(NEWEST)-short cpu $(NEWEST) .venv
-	.venv-$(NEWEST)-short/bin/python -m pytest -n 0 $(SHORT_TESTS) $(ARGS)
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)

@@ -14,7 +14,7 @@ installed release's own pool configurator, called with flags that a user can set
 - 0.01 with its online HCA state is close to the largest token capacity that it can be tuned to. It leaves room for the
   windows of the running requests only.
 
-SGLang 0.5.23 can also size the window pool by running requests and cached prefixes (`--swa-prefix-tails`). For V4 it
+SGLang can also size the window pool by running requests and cached prefixes (`--swa-prefix-tails`). For V4 it
 sets the ratio to 0.1 when the user gives none, so these flags have no effect. The last row shows what its configurator
 would compute without that ratio; no flag leads to it.
 """
@@ -102,15 +102,13 @@ def in_tree(config_json: str, gib: float, requests: int, drafts: int, **flags: A
 
 def in_tree_settings() -> dict[str, dict[str, Any]]:
     """Return the fields of ServerArgs of each setting."""
-    settings: dict[str, dict[str, Any]] = {
+    return {
         "in-tree, default": {},
         "in-tree, windows for hits (0.5)": {"swa_full_tokens_ratio": 0.5},
+        "in-tree, --swa-prefix-tails 0": {"swa_prefix_tails": 0},
+        "in-tree, --swa-prefix-tails 512": {"swa_prefix_tails": 512},
+        "in-tree, no ratio (no flag leads there)": {compat.RATIO_IS_GIVEN: False},
     }
-    if compat.IS_0_5_23:
-        settings["in-tree, --swa-prefix-tails 0"] = {"swa_prefix_tails": 0}
-        settings["in-tree, --swa-prefix-tails 512"] = {"swa_prefix_tails": 512}
-        settings["in-tree, no ratio (no flag leads there)"] = {compat.RATIO_IS_GIVEN: False}
-    return settings
 
 
 def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int) -> Iterator[dict[str, Any]]:

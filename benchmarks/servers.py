@@ -80,18 +80,16 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
     Raises:
         ValueError: SGLang's own cache is requested on the CPU.
     """
-    from dsv4_sglang.srt.integration import compat, launch_command
+    from dsv4_sglang.srt.integration import launch_command
 
     if cpu:
         if not ours:
             raise ValueError("SGLang's own DeepSeek-V4 needs a GPU")
         made = launch_command.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
         return made.argv, dict(made.environment)
-    environment = dict(GPU_ENVIRONMENT)
-    if compat.IS_0_5_23:
-        # As with the released widths. flashshape's widths are too small for this kernel to be correct
-        # (`srt.integration.activate`), but its weights are random.
-        environment["SGLANG_OPT_FUSE_MHC_POST_PRE"] = "1"
+    # As with the released widths. flashshape's widths are too small for this kernel to be correct
+    # (`srt.integration.activate`), but its weights are random.
+    environment = {**GPU_ENVIRONMENT, "SGLANG_OPT_FUSE_MHC_POST_PRE": "1"}
     if "quantization_config" not in json.loads((model / "config.json").read_text()):
         environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"
     given = [*GPU_FLAGS, *flags]

@@ -12,16 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import sglang.srt.managers.cache_controller as base_controller
-
-from dsv4_sglang.srt.integration import compat
-
-if compat.IS_0_5_23:
-    import sglang.srt.mem_cache.l2_transfer as copies
-else:
-    import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
-
-# Other releases use different threads. `Streams.use_threads` is untested with them.
-THREADS_RUN_LATE = not compat.IS_0_5_23
+import sglang.srt.mem_cache.l2_transfer as copies
 
 
 class Streams:

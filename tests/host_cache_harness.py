@@ -15,7 +15,6 @@ need a model, so the harness also does the worker's part with the counter of loa
 from __future__ import annotations
 
 import json
-import pkgutil
 import random
 import time
 from array import array
@@ -29,10 +28,10 @@ import numpy as np
 import sglang.srt.managers.cache_controller as base_controller
 import torch
 from fake_streams import Event, Stream, Streams
-from prefix_tree_server import BLOCK, MAX_LENGTH, SEPARATE, BlockOwner, Pool, Request
-from sglang.srt.mem_cache import base_prefix_cache, unified_radix_cache
+from prefix_tree_server import BLOCK, MAX_LENGTH, BlockOwner, Pool, Request
+from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -40,7 +39,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.srt.features.integrity import audit
-from dsv4_sglang.srt.host_cache import namespaces, transfers
+from dsv4_sglang.srt.host_cache import transfers
 from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
 from dsv4_sglang.srt.host_cache.page_names import WEIGHT_FLAGS
@@ -48,7 +47,6 @@ from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host_cache.transfers import HostStack, TransferController
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.hooks import NAMESPACES, Hook, rows
 from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 
@@ -153,25 +151,6 @@ def late_storage(monkeypatch: Any, streams: Streams, storage: str) -> None:
         monkeypatch.setattr(kind, name, paused)
 
 
-def apply_hooks(monkeypatch: Any, hooks: Sequence[Hook]) -> None:
-    """Apply the AROUND hooks, as SGLang's registry does."""
-    for hook in hooks:
-        if hook.target:
-            owner, _, name = hook.target.rpartition(".")
-            place = pkgutil.resolve_name(owner)
-            original: Callable[..., Any] = getattr(place, name)
-
-            def around(
-                *args: Any,
-                ours: Callable[..., Any] = hook.function,
-                theirs: Callable[..., Any] = original,
-                **named: Any,
-            ) -> Any:
-                return ours(theirs, *args, **named)
-
-            monkeypatch.setattr(place, name, around)
-
-
 class HostCacheServer(BlockOwner):
     def __init__(
         self,
@@ -208,7 +187,6 @@ class HostCacheServer(BlockOwner):
         monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(None, host_snapshots)])
         if storage is not None:
             register_storages()
-            apply_hooks(monkeypatch, rows(NAMESPACES))
             alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
             monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
@@ -253,7 +231,7 @@ class HostCacheServer(BlockOwner):
             disable_radix_cache=False,
             enable_hierarchical_cache=True,
             params=self._tree_params(),
-            # Newer releases resolve the default of --hicache-ratio outside of ServerArgs.
+            # SGLang resolves the default of --hicache-ratio outside of ServerArgs.
             server_args=SimpleNamespace(**{**vars(args), "hicache_ratio": None}),
             tp_worker=worker,
         )
@@ -440,8 +418,8 @@ class HostCacheServer(BlockOwner):
                 self.cache.release_aborted_request(name)
                 self.waiting.remove((request, name))
                 self.done["aborted"] += 1
-            elif self.rng.random() < 0.05 and name in self.cache.ongoing_prefetch:
-                self.cache.ongoing_prefetch[name].operation.start_time = -1e12
+            elif self.rng.random() < 0.05 and name in self.cache._storage_prefetch_wait:
+                self.cache._storage_prefetch_wait[name].timeout_s = -1
 
     def _drain(self) -> None:
         """Start draining the requests at random, and flush when they are drained."""
@@ -511,14 +489,8 @@ class HostCacheServer(BlockOwner):
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
-        # Newer releases identify a request by more than its id.
-        request = base_prefix_cache.CacheRequestHandle(name, 0) if SEPARATE else name
-        last = cache.get_last_hash_value(node)
-        if compat.LOOK_UP_PAGES:
-            scheduler, asked = SimpleNamespace(tree_cache=cache), SimpleNamespace(extra_key=tenant)
-            namespaces.look_up(lambda *_: cache.prefetch_from_storage(request, node, rest, last), scheduler, asked)
-        else:
-            cache.prefetch_from_storage(request, node, rest, last, extra_key=tenant)
+        request = CacheRequestHandle(name, 0)
+        cache.prefetch_from_storage(request, node, rest, cache.get_last_hash_value(node), extra_key=tenant)
         return request
 
     def _look_up(self, request: Request) -> None:
@@ -531,12 +503,8 @@ class HostCacheServer(BlockOwner):
         if request.host_hit_length or request.mamba_host_hit_length:
             load = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
             loaded, request.last_node = cache.init_load_back(load)
-            if SEPARATE:  # newer releases return the number
-                self.from_host += loaded
-                request.prefix_indices = cache.path_device_indices(request.last_node)
-            else:
-                self.from_host += len(loaded)
-                request.prefix_indices = torch.cat([request.prefix_indices, loaded])
+            self.from_host += loaded
+            request.prefix_indices = cache.path_device_indices(request.last_node)
         request.cache_protected_len = len(request.prefix_indices)
         self._hold(request)
         cache.dec_lock_ref(locked, lock.to_dec_params())
@@ -573,7 +541,7 @@ class HostCacheServer(BlockOwner):
 
         A lack of memory aborts the request here.
         """
-        self._insert(request, chunked=True)
+        self._insert(request)
         begin = len(request.prefix_indices)
         if not self._make_room(-(-request.prompt // BLOCK) - begin // BLOCK):
             self._abort(request)

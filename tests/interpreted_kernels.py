@@ -72,6 +72,103 @@ def test_attend_shapes(make, splits, shape):
     check(make, splits, **shape)
 
 
+def _beside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose last dimension has gaps."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def _shifted(table: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a buffer that is not aligned to 16 bytes."""
+    storage = torch.zeros(table.numel() + 1, dtype=table.dtype)
+    return storage[1:].view(table.shape).copy_(table)
+
+
+def _spread(table: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a buffer whose blocks are not at multiples of 16 bytes."""
+    blocks, size = table.shape[0], table[0].numel()
+    return torch.zeros(blocks, size + 8, dtype=table.dtype)[:, :size].unflatten(1, table.shape[1:])
+
+
+# Changes of tensors that the kernels must not read: name of the tensor, change, part of the message.
+REJECTED = [
+    ("q", lambda q: q[..., :256], "expected .*any, 512"),
+    ("q", _beside, "without gaps from dimension 2"),
+    ("q", lambda q: q.double(), "expected bfloat16 or float16 or float32"),
+    ("sink", lambda sink: sink[:-1], "sink is float32 .4.*expected float32 .5."),
+    ("window", lambda table: table.view(torch.int8), "window is int8 .*expected uint8"),
+    ("window", lambda table: table[..., :512], "expected uint8 .any, any, 5[82]"),
+    ("window", lambda table: table[:, ::2], "without gaps"),
+    ("window", _shifted, "expected multiples of 16"),
+    ("entries", _shifted, "entries begins at .*expected multiples of 16"),
+    ("entries", _spread, "expected multiples of 16"),
+    ("entries", lambda table: table.view(torch.bfloat16), "entries is bfloat16"),
+    ("window_indices", lambda x: x.long(), "list of window is int64"),
+    ("entry_indices", _beside, "list of entries is .*without gaps"),
+    ("entry_lens", lambda x: x[:-1], "lengths of the list of entries is int32 .8.*expected int32 .9."),
+    ("positions", lambda x: x.int(), "positions is int32"),
+    ("rope", lambda x: x[:, :32], "rope is float32 .4096, 32."),
+]
+
+
+@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
+def test_attend_rejects_what_it_cannot_read(make):
+    for name, change, message in REJECTED:
+        case = make(tokens=9, heads=5, width=72)
+        setattr(case, name, change(getattr(case, name)))
+        with pytest.raises(ValueError, match=message):
+            attended(case, 1)
+
+
+def test_an_fp8_buffer_is_not_read_as_bf16():
+    case = attend_case(tokens=3, heads=5, width=72)
+    case.kv_format = KVFormat.BF16
+    with pytest.raises(
+        ValueError, match=r"attend: window is uint8 \[3, 128, 584\] .* expected bfloat16 \[any, any, 512\]"
+    ):
+        attended(case, 1)
+
+
+def test_selection_of_v41_rejects_what_it_cannot_read():
+    changes = [
+        ("q", lambda q: q[..., :64], "q is bfloat16"),
+        ("weights", lambda w: w.long(), "weights is int64"),
+        ("index_keys", lambda keys: keys[:, :-1], "expected uint8 .any, 64, 72."),
+        ("index_keys", lambda keys: keys.view(torch.int8), "index_keys is int8"),
+        ("block_table", lambda table: table.long(), "block_table is int64"),
+        ("token_request", lambda x: x.long(), "token_request is int64"),
+        ("positions", lambda x: x.int(), "positions is int32"),
+    ]
+    for name, change, message in changes:
+        case = v41_index_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
+        setattr(case, name, change(getattr(case, name)))
+        with pytest.raises(ValueError, match=message):
+            case.select(8, op=triton_index_v41.index_topk_v41)
+
+
+@pytest.mark.parametrize("op", [triton_output.inverse_rope, triton_output.inverse_rope_and_quantise])
+def test_inverse_rope_rejects_what_it_cannot_read(op):
+    out, positions = torch.randn(3, 5, 512), torch.tensor([0, 7, 300])
+    for arguments, message in [
+        ((_beside(out), positions, rope()), "out is .*without gaps from dimension 1"),
+        ((out.transpose(0, 1), positions, rope()), "out is .*without gaps from dimension 1"),
+        ((out[..., :256], positions, rope()), "out is .*expected .*any, any, 512"),
+        ((out, positions.int(), rope()), "positions is int32"),
+        ((out, positions, rope().double()), "rope is float64"),
+    ]:
+        with pytest.raises(ValueError, match=f"{op.__name__}: {message}"):
+            op(*arguments)
+
+
+def test_norm_and_quantise_rejects_what_it_cannot_read():
+    for x, weight in [
+        (torch.randn(2, 130), torch.rand(130)),
+        (_beside(torch.randn(2, 128)), torch.rand(128)),
+        (torch.randn(2, 128), torch.rand(127)),
+    ]:
+        with pytest.raises(ValueError, match="norm_and_quantise"):
+            triton_latent.norm_and_quantise(x, weight, 1e-6)
+
+
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
 def test_selection_of_v41(ratio, heads, top, size, most, equal, monkeypatch):

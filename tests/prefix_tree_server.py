@@ -25,12 +25,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.features.integrity import audit
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
 from dsv4_sglang.srt.prefix_cache import component as component_module
@@ -41,10 +39,6 @@ from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 # Factor on the number of steps of the random tests (docs/design/integrity.md).
 TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
 MAX_LENGTH = 64 * BLOCK
-# These releases evict for an allocation in a separate call.
-FOR_ALLOC = hasattr(UnifiedRadixCache, "evict_for_alloc")
-# These releases insert a request's blocks into the tree and free them in separate calls.
-SEPARATE = compat.IS_0_5_23
 
 
 def without_a_server(monkeypatch: Any) -> None:
@@ -71,10 +65,7 @@ class Pool(StateReqToTokenPool):
 
 
 class Request:
-    """The fields of SGLang's `Req` that the prefix cache reads and writes.
-
-    In newer releases they include its record `kv`.
-    """
+    """The fields of SGLang's `Req` and of its record `kv` that the prefix cache reads and writes."""
 
     session_id = cache_salt = kv_rotation_base = lock = None
     cache_inserted_len = storage_hit_length = 0
@@ -94,7 +85,6 @@ class Request:
         self.cache_protected_len = 0
         self.prefix_indices = torch.empty(0, dtype=torch.int64)
         self.last_node: Any = None
-        self.swa_uuid_for_lock, self.swa_prefix_lock_released, self.skip_lock_node_ids = None, False, {}
         self.mamba_pool_idx: Any = None
         self.mamba_ping_pong_track_buffer = self.mamba_next_track_idx = self.mamba_last_track_seqlen = None
         self.mamba_branching_seqlen: int | None = None
@@ -184,7 +174,7 @@ class BlockOwner:
     def _make_room(self, blocks: int) -> bool:
         missing = blocks * BLOCK - self.allocator.available_size()
         if missing > 0:
-            (self.cache.evict_for_alloc if FOR_ALLOC else self.cache.evict)(EvictParams(num_tokens=missing))
+            self.cache.evict_for_alloc(EvictParams(num_tokens=missing))
         return self.allocator.available_size() >= blocks * BLOCK
 
     def _allocate(self, request: Request, length: int) -> None:
@@ -223,7 +213,7 @@ class BlockOwner:
             node = node.parent
         return [token for part in reversed(parts) for token in part]
 
-    # SGLang's calls in each release
+    # SGLang's calls
 
     def _match(self, request: Request) -> Any:
         """Match a prompt with the tree and store the result in the request."""
@@ -234,26 +224,17 @@ class BlockOwner:
         return match
 
     def _indices(self, match: Any) -> torch.Tensor:
-        return self.cache.path_device_indices(match.last_device_node) if SEPARATE else match.device_indices
+        return self.cache.path_device_indices(match.last_device_node)
 
     def _hold(self, request: Request) -> None:
-        if SEPARATE:
-            request.lock = self.cache.lock(request.last_node)
-        else:
-            request.skip_lock_node_ids = self.cache.inc_lock_ref(request.last_node).skip_lock_node_ids
+        request.lock = self.cache.lock(request.last_node)
 
     def _let_go(self, request: Request) -> None:
-        if SEPARATE:
-            self.cache.unlock(request.lock)
-            request.lock = None
-        else:
-            self.cache._dec_req_lock(request)
+        self.cache.unlock(request.lock)
+        request.lock = None
 
-    def _insert(self, request: Request, chunked: bool = False) -> None:
+    def _insert(self, request: Request) -> None:
         """Insert the tokens that the last prefill step of a running request has computed."""
-        if not SEPARATE:
-            self.cache.cache_unfinished_req(request, chunked=chunked)
-            return
         self.cache.checkpoint(request, up_to=request.extend_end)
         row = self.pool.req_to_token[request.req_pool_idx]
         request.prefix_indices = row[: request.extend_end].long()
@@ -261,17 +242,14 @@ class BlockOwner:
     def _release(self, request: Request, is_insert: bool) -> None:
         """Release a request as mem_cache.common.release_kv_cache does.
 
-        With `is_insert`, an unfinished request is released as compat.release_retracted does.
+        With `is_insert`, an unfinished request is released as snapshot_schedule.keep_on_retraction does.
         """
         self.running.remove(request)
-        if SEPARATE:
-            if is_insert:
-                self.cache.checkpoint(request, up_to=request.computed)
-            self.cache.free_kv_row(request.kv, [(request.cache_protected_len, request.computed)])
-            self._let_go(request)
-            self.cache.on_release(request, checkpointed=is_insert and request.over)
-        else:
-            self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.computed)
+        if is_insert:
+            self.cache.checkpoint(request, up_to=request.computed)
+        self.cache.free_kv_row(request.kv, [(request.cache_protected_len, request.computed)])
+        self._let_go(request)
+        self.cache.on_release(request, checkpointed=is_insert and request.over)
         # The allocated blocks after the computed ones.
         row, begin = self.pool.req_to_token[request.req_pool_idx], -(-request.computed // BLOCK) * BLOCK
         if begin < request.allocated:
@@ -339,7 +317,7 @@ class TreeServer(BlockOwner):
 
     def process_prefill(self, request: Request) -> None:
         """Process a prefill step. With overlap scheduling the first decode step is planned before this call."""
-        self._insert(request, chunked=request.computed < request.prompt)
+        self._insert(request)
 
     def plan_decode(self, request: Request, length: int) -> None:
         """Make SGLang's calls before the decode step that extends a request to `length` tokens."""

@@ -46,7 +46,6 @@ from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS, ROOT
 from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.launch_command import flag_value
 from dsv4_sglang.srt.memory import sizing
 
@@ -84,22 +83,10 @@ def test_decode_bytes_follow_the_windows_that_close() -> None:
     assert online < both / 5
 
 
-@pytest.mark.parametrize(
-    ("release", "requests", "drafts", "gib", "decimals", "tokens"),
-    [
-        ("0.5.17", 256, 0, 78.82, 2, 10_631_168),
-        ("0.5.17", 256, 4, 78.7, 1, 8_544_256),
-        ("0.5.23", 64, 0, 78.85, 2, 11_848_192),
-    ],
-)
-def test_capacity_of_sglang_is_what_its_servers_allocated(
-    release: str, requests: int, drafts: int, gib: float, decimals: int, tokens: int
-) -> None:
-    """The tolerance is half a unit of the last decimal of the memory in the log."""
-    if release != compat.sglang_version():
-        pytest.skip(f"SGLang {release} was measured")
-    found = capacity.in_tree(FLASHSHAPE.read_text(), gib, requests, drafts)
-    assert found["tokens"] == pytest.approx(tokens, abs=0.5 * 10**-decimals * capacity.GIB / found["B a token"] + 256)
+def test_capacity_of_sglang_is_what_its_server_allocated() -> None:
+    """The tolerance is half a unit of the last decimal of the memory in the log, 78.85 GiB."""
+    found = capacity.in_tree(FLASHSHAPE.read_text(), 78.85, requests=64, drafts=0)
+    assert found["tokens"] == pytest.approx(11_848_192, abs=0.5e-2 * capacity.GIB / found["B a token"] + 256)
 
 
 def test_capacity_of_sglang_with_flags() -> None:

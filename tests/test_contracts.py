@@ -115,7 +115,6 @@ def test_hooks_fit(on_cpu: bool) -> None:
     assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
 
 
-VALIDATED = ", ".join(compat.VALIDATED)
 TARGETS = "sglang.srt.mem_cache.common."
 
 
@@ -133,38 +132,37 @@ def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> 
     anything = Hook(TARGETS + "release_kv_cache", lambda original, *args, **kwargs: None, "")
     (line,) = sglang_contract.hook_differences([hook, anything])
     assert line.startswith(TARGETS + "release_kv_cache takes (req") and line.endswith(": to be tried")
-    with pytest.raises(LaunchError, match=r"does not fit the installed release: .*validated: 0\.5\.17, .*\n.*takes "):
+    with pytest.raises(LaunchError, match=r"does not fit the installed release: .*supported: 0\.5\.23\n.*takes "):
         sglang_contract.require([line])
 
 
 @pytest.mark.parametrize(
     ("release", "text", "state"),
     [
-        ("0.5.17", "0.5.17, validated on GPU and CPU", "ok"),
-        ("0.5.23", "0.5.23, validated on CPU by", "ok"),
-        ("0.5.99", f"0.5.99, not validated; validated: {VALIDATED}", "note"),
+        ("0.5.23", "0.5.23, the supported release", "ok"),
+        ("0.5.99", "0.5.99, not tested; supported: 0.5.23", "note"),
     ],
 )
 def test_the_state_of_a_release(
     release: str, text: str, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The doctor names it, and a server of a release that is not validated starts with one warning."""
+    """The doctor names it, and a server of another release starts with one warning."""
     monkeypatch.setattr(compat, "sglang_version", lambda: release)
     monkeypatch.setattr(doctor, "_version", lambda _distribution: release)
     (finding,) = doctor.sglang_version(gpu=False)
     assert finding.found.startswith(text) and finding.state == state
     activate.warn_of_release()
-    said = f"dsv4_sglang: this is SGLang {release}; validated: {VALIDATED}; its hooks are as expected, but flags"
+    said = f"dsv4_sglang: this is SGLang {release}; supported: 0.5.23; its hooks are as expected, but flags"
     assert len(caplog.messages) == (state == "note") and all(message.startswith(said) for message in caplog.messages)
 
 
-@pytest.mark.parametrize("release", ["0.5.17", "0.5.20"])
+@pytest.mark.parametrize("release", ["0.5.23", "0.5.20"])
 def test_a_release_that_does_not_fit_is_rejected_in_one_line(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: release)
     with pytest.raises(LaunchError if release == "0.5.20" else ImportError) as error, compat.rejecting_other_releases():
         raise ImportError("no module")
-    said = f"this package does not fit the installed release: this is SGLang 0.5.20; validated: {VALIDATED}; "
-    assert release == "0.5.17" or str(error.value) == said + "ImportError('no module')"
+    said = "this package does not fit the installed release: this is SGLang 0.5.20; supported: 0.5.23; "
+    assert release == "0.5.23" or str(error.value) == said + "ImportError('no module')"
 
 
 def test_a_target_that_is_gone_is_named() -> None:

@@ -19,7 +19,6 @@ from dsv4_sglang.srt.integration.flag_validation import (
     flag,
     reject_for_machine,
     reject_given,
-    reject_release,
     reject_resolved,
 )
 from dsv4_sglang.srt.integration.launch_error import LaunchError
@@ -215,10 +214,7 @@ SERVED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("facts", "given", "line"), [*REJECTED_TOGETHER, *((*row, None) for row in SERVED_TOGETHER)])
-def test_flags_together(
-    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], given: dict[str, Any], line: str | None
-) -> None:
-    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
+def test_flags_together(facts: dict[str, Any], given: dict[str, Any], line: str | None) -> None:
     found = rejections(config(**facts), **given)
     assert len(found) == (0 if line is None else 1)
     assert line is None or (" is not supported: " in found[0] and re.search(line, found[0])), found
@@ -245,11 +241,12 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
 
 
-def test_dp_attention_of_a_newer_release_runs_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
+def test_coordination_of_ranks_is_rejected_with_dp_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rejections(**RANKS) == []
+    monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "yes")
     (line,) = rejections(**RANKS)
-    assert line.startswith("--enable-dp-attention is not supported: ") and line.endswith("use 0.5.17")
-    assert rejections(device="cpu", **RANKS) == []
+    assert line.startswith("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION with --enable-dp-attention is not supported: ")
+    assert rejections() == []
 
 
 @pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
@@ -350,16 +347,6 @@ def test_what_does_not_go_with_v41(named: str) -> None:
     assert not [line for line in lines("deepseek_v4", **asked) if line in said]
 
 
-def test_a_release_without_v41(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_V41", False)
-    with pytest.raises(ValueError, match=r"DeepSeek-V4.1 is not supported: SGLang has the model from 0.5.23 on"):
-        reject_release("deepseek_v41")
-    reject_release("deepseek_v4")
-    reject_release(None)
-    monkeypatch.setattr(compat, "SERVES_V41", True)
-    reject_release("deepseek_v41")
-
-
 def test_snapshots_for_the_running_requests() -> None:
     ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
     few = Options(max_snapshots=7)
@@ -397,7 +384,7 @@ def parser() -> ArgumentParser:
 
 def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None:
     shown, own = parser.format_help(), {action.dest for action in parser._actions}
-    # Some fields of newer releases have no flag.
+    # Some fields have no flag.
     fields = [field for field in (*REJECTED, *LIMITED, "context_length", "tp_size") if field in own]
     assert len(fields) > 0.9 * len({*REJECTED, *LIMITED})
     assert [field for field in fields if flag(field) not in shown] == []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_streams import THREADS_RUN_LATE, Stream
+from fake_streams import Stream
 from host_cache_harness import OPERATIONS, WITH_BLOCKS, HostCacheServer
 from prefix_tree_server import BLOCK, TIMES, without_a_server
 
@@ -71,7 +71,8 @@ def with_bad_transfers(monkeypatch: pytest.MonkeyPatch, server: HostCacheServer)
 
     def stall() -> None:
         if rng.random() < 1 / 20:
-            late = [*compat.copy_streams(server.controller)]
+            engine = server.controller.l2_transfer_engine
+            late = [engine.device_to_host_stream, engine.host_to_device_stream]
             late += [server.controller.prefetch_io_aux_thread] if server.cache.enable_storage else []
             server.streams.stalled = rng.choice(late)
 
@@ -133,7 +134,7 @@ def test_a_hundred_thousand_operations_with_late_copies(
         with monkeypatch.context() as patch:
             sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_snapshots": 4 + 7 * (seed % 8)}
             more: dict[str, Any] = {"flushes": 0.01}
-            if THREADS_RUN_LATE and seed % 5 == 0:
+            if seed % 5 == 0:
                 more = with_storage(patch, tmp_path / str(seed), seed)
             server = HostCacheServer(patch, seed, policy=policy, chunks=0.3, aborts=0.04, **sizes, **more)
             run_turns(server, 350, *([with_bad_transfers(patch, server)] if seed % 3 == 0 else []))
@@ -142,9 +143,8 @@ def test_a_hundred_thousand_operations_with_late_copies(
                 server.check()
             done += server.done
             from_storage += server.component.metrics.total("hit_tokens", "storage")
-    if THREADS_RUN_LATE:
-        assert from_storage > 0 and set(done) == set(OPERATIONS)
-        assert done.total() >= 33_334 * TIMES, done
+    assert from_storage > 0 and set(done) == set(OPERATIONS)
+    assert done.total() >= 33_334 * TIMES, done
 
 
 @pytest.mark.parametrize("wait", ["start_writing", "start_loading", "the snapshot", "a layer"])
@@ -190,7 +190,7 @@ def test_a_load_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     request = server._request(prompt(0))
     request.http_worker_ipc = "worker 1"
     assert server._admit(request) is not None
-    _, from_host = compat.copy_streams(server.controller)
+    from_host = server.controller.l2_transfer_engine.host_to_device_stream
     while not from_host.ready():
         assert watch.oldest() is None, "the load waits for the steps before it"
         server.streams.run_some(1)

@@ -83,8 +83,7 @@ def orphans(folder: Path, age: float = 2 * STALE_SECONDS) -> dict[str, Path]:
     return {
         FORMER_FORMAT: put(folder, former, age),
         FORMER_WEIGHTS: put(folder, f"{key(2)}.deepseek_v4_c4_state_{name_of('w')}-{'2' * 16}.bin", age - 1),
-        "of 0.5.17": put(folder, f"{key(3)}_{name_of('t')}.bin.tmp.12.34.{'3' * 32}", age),
-        "of 0.5.23": put(folder, f".{'4' * 32}.tmp", age),
+        TEMPORARY: put(folder, f".{'4' * 32}.tmp", age),
     }
 
 
@@ -110,7 +109,7 @@ def test_states_of_files(tmp_path: Path) -> None:
     storage.use_name("0123456789abcdef")
     assert store(storage, 8)
     found = states(folder)
-    assert [found.pop(left[kind].name) for kind in left] == [FORMER_FORMAT, FORMER_WEIGHTS, TEMPORARY, TEMPORARY]
+    assert [found.pop(left[kind].name) for kind in left] == [FORMER_FORMAT, FORMER_WEIGHTS, TEMPORARY]
     assert found.pop(unused.name) == UNUSED
     ours = {name: state for name, state in found.items() if name_of("m") in name}
     assert sorted(ours.values()) == [UNUSED, USED] and ours == found
@@ -145,7 +144,7 @@ def test_the_tool(tmp_path: Path) -> None:
         assert state in listed
     assert run(app, ["storage", "ls"], env={VARIABLE: str(folder)}).output == listed
     removed = run(app, ["storage", "prune", str(folder), "--unused-days", "2"])
-    assert removed.exit_code == 0 and removed.output.count("removed") == 5 and bytes_of(folder) == 0
+    assert removed.exit_code == 0 and removed.output.count("removed") == 4 and bytes_of(folder) == 0
     assert run(app, ["storage", "prune", str(folder)]).output == "nothing to remove\n"
     missing = run(app, ["storage", "ls", str(tmp_path / "nowhere")], env={"COLUMNS": "400"})
     assert missing.exit_code == 2 and "does not exist" in missing.output
@@ -204,7 +203,7 @@ def test_the_bound_is_the_folders(tmp_path: Path) -> None:
     for path, age in ((left[FORMER_FORMAT], -1000), (left[FORMER_WEIGHTS], -2000)):
         put(folder, path.name, age)  # newer than any used page
     one, two = (open_storage(folder, model, max_size=10 * PAGE, eviction_ratio=1) for model in ("one", "two"))
-    assert not any(left[kind].exists() for kind in ("of 0.5.17", "of 0.5.23"))
+    assert not left[TEMPORARY].exists()
     evicted = []
     for at in range(7):
         for storage in (one, two):

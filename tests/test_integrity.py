@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from host_cache_harness import HostCacheServer
-from prefix_tree_server import BLOCK, SEPARATE, without_a_server
+from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
@@ -85,16 +85,11 @@ def shifted_blocks(server: HostCacheServer) -> None:
 
 
 def let_go_too_early(server: HostCacheServer) -> None:
-    request = running(server)
-    if SEPARATE:
-        server.cache.unlock(request.lock)
-    else:
-        server.cache._dec_req_lock(request)
+    server.cache.unlock(running(server).lock)
 
 
 def held_by_nobody(server: HostCacheServer) -> None:
-    if SEPARATE:
-        running(server).lock.node = 10**6
+    running(server).lock.node = 10**6
     running(server).last_node = 10**6
 
 

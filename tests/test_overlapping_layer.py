@@ -267,17 +267,13 @@ def test_parts_of_attention_that_some_processes_have_are_added_up(
 
     def work(rank: int) -> None:
         args = ServerArgs(model_path="dummy", device="cpu", tp_size=4, dp_size=2, enable_dp_attention=True)
-        if compat.IS_0_5_23:  # takes the sizes from the published flags
-            runtime_context.publish(args, role="test", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank))
-            parallel_state.initialize_model_parallel(backend="gloo")
-        else:
-            runtime_context.publish(args, role="test")
-            parallel_state.initialize_model_parallel(4, attention_data_parallel_size=2, backend="gloo")
+        runtime_context.publish(args, role="test", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank))
+        parallel_state.initialize_model_parallel(backend="gloo")  # takes the sizes from the published flags
         layer = CachedAttention(config, 0, None, "", None)
         layer.wo_a.weight.weight_loader(layer.wo_a.weight, wo_a)
         layer.wo_b.weight.weight_loader(layer.wo_b.weight, wo_b)
         mine = heads.tensor_split(2, dim=1)[rank % 2]
-        out = layer._project_out(LayerOutput(mine, rotated=False), torch.arange(5))
+        out = layer._project_out(LayerOutput(mine, rotated=False), torch.arange(5), defer_all_reduce=False)
         assert layer.attn_tp_size == 2 and torch.allclose(out, whole, rtol=1e-4, atol=1e-4 * whole.abs().max())
         # The buffer holds this process's sinks, also after a reload, and padding for kernels with more heads.
         for sinks in (torch.arange(config.num_attention_heads), torch.randn(config.num_attention_heads)):

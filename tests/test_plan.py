@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups import memory_hook
 from typer.testing import CliRunner
 
 from benchmarks import capacity
@@ -222,7 +224,7 @@ def test_dspark() -> None:
     [("h200", 2, 1, 256, 8192), ("h200", 8, 1, 4096, 2048), ("h200", 8, 8, 2048, 8192), ("b200", 4, 2, 4096, 2048)],
 )
 def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: int, running: int, chunk: int) -> None:
-    """The estimates equal SGLang's in either release. The capture batch size is given, because SGLang cannot know it
+    """The estimates equal SGLang's. The capture batch size is given, because SGLang cannot know it
     without a GPU."""
     given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=chunk, draft_tokens=4)
     server_args, *_ = ask_sglang.resolved_flags(
@@ -232,18 +234,9 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
         cuda_graph_backend_prefill="disabled",
     )
     gpu_mib = given.gpu.memory / 2**20
-    if compat.IS_0_5_23:
-        from sglang.srt import runtime_context
-        from sglang.srt.arg_groups import memory_hook
-
-        graphs = memory_hook.reserve_for_graph_mb(server_args)
-        with compat.published(server_args, tp, dp):
-            activations = runtime_context.pre_capture_activation_reserve_mb(gpu_mib)
-    else:
-        graphs, activations = (
-            server_args.reserve_for_graph_mb(),
-            server_args.pre_capture_activation_reserve_mb(gpu_mib),
-        )
+    graphs = memory_hook.reserve_for_graph_mb(server_args)
+    with compat.published(server_args, tp, dp):
+        activations = runtime_context.pre_capture_activation_reserve_mb(gpu_mib)
     assert graph_bytes(given) == graphs * 2**20
     if dp == 1:  # SGLang has divided the chunk by the ranks; here it is the chunk of all ranks.
         assert activation_bytes(given) == activations * 2**20
@@ -282,15 +275,13 @@ def test_every_figure_of_the_tables_has_a_recipe() -> None:
     assert len(tables) == 6 and len(SPLITS) == 2
 
 
-SPLITS = re.findall(r"^\| `(--gpu .*)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", PLANNING, re.MULTILINE)
+SPLITS = re.findall(r"^\| `(--gpu .*)` \| ([\d,]+) \| ([\d,]+) \|$", PLANNING, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("arguments", "here", "in_0_5_17", "in_0_5_23"), SPLITS, ids=[row[0] for row in SPLITS])
-def test_splits_on_the_page(arguments: str, here: str, in_0_5_17: str, in_0_5_23: str) -> None:
-    """Each release is compared where it is installed."""
+@pytest.mark.parametrize(("arguments", "here", "in_tree"), SPLITS, ids=[row[0] for row in SPLITS])
+def test_splits_on_the_page(arguments: str, here: str, in_tree: str) -> None:
     lines = invoke(*shlex.split(arguments)).splitlines()
     assert lines[1].startswith(f"{here} tokens;")
-    in_tree = {"0.5.17": in_0_5_17, "0.5.23": in_0_5_23}[compat.sglang_version()]
     assert f"own cache with the same flags: {in_tree} tokens;" in lines[2]
 
 
@@ -401,10 +392,9 @@ def test_what_is_printed() -> None:
 def test_sglangs_own_cache_is_compared() -> None:
     """The tokens are those that SGLang's configurator gives with the same flags, summed over ranks."""
     made, ranks = plan(choice(count=8)), plan(choice(count=8, dp=8))
-    token_bytes = {"0.5.17": 7705.45, "0.5.23": 7086.75}[compat.sglang_version()]
     for size, caches, requests in ((made, 1, 256), (ranks, 8, 32)):
         state = (requests + 3) * 128 * 2 * 512 * 4 * 20  # Raw HCA state in 20 layers, with SGLang's padding.
-        expected = (size.available_gib * GIB - state) / token_bytes
+        expected = (size.available_gib * GIB - state) / 7086.75
         assert size.in_tree_tokens is not None
         assert size.in_tree_tokens / caches == pytest.approx(expected, rel=1e-3)
     printed = invoke("--gpu", "h200", "--count", "8", "--model", "flash")
@@ -431,13 +421,11 @@ def test_latency_is_one_server_with_drafts() -> None:
     assert recommend(choice(changed(FLASH, num_nextn_predict_layers=0), count=4), "latency").choice.draft_tokens == 0
 
 
-@pytest.mark.parametrize("serves_ranks", [True, False])
-def test_throughput_holds_the_most_tokens(serves_ranks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", serves_ranks)
+def test_throughput_holds_the_most_tokens() -> None:
     made = recommend(choice(count=8), "throughput")
-    assert (made.choice.tp, made.choice.dp) == ((8, 8) if serves_ranks else (2, 1))
+    assert (made.choice.tp, made.choice.dp) == (8, 8)
     assert made.has_room_for_activations
-    for tp, dp in ((8, 1), (4, 1), (2, 1), *(((8, 8), (8, 4), (4, 4)) if serves_ranks else ())):
+    for tp, dp in ((8, 1), (4, 1), (2, 1), (8, 4), (4, 4)):
         try:
             other = plan(replace(made.choice, tp=tp, dp=dp))
         except ValueError:
@@ -451,9 +439,8 @@ def test_long_contexts_are_counted_as_whole_requests() -> None:
     assert made.choice.served_context == 1 << 18
 
 
-def test_a_recommendation_that_needs_another_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recommendation_that_needs_another_share_of_the_memory() -> None:
     """V4-Pro on four of 8 H200 needs a memory fraction above 85 %, V4-Flash on H100 one below."""
-    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
     made = recommend(choice(PRO, count=8), "throughput").choice
     assert (made.tp, made.dp, made.mem_fraction) == (8, 4, 0.88)
     with pytest.raises(ValueError, match=r"Raise --mem-fraction-static|too small for one request"):
@@ -463,8 +450,7 @@ def test_a_recommendation_that_needs_another_share_of_the_memory(monkeypatch: py
     assert not plan(replace(small.choice, mem_fraction=0.85)).has_room_for_activations
 
 
-def test_a_recommendation_for_more_gpus_than_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
+def test_a_recommendation_for_more_gpus_than_a_host_has() -> None:
     lines = invoke("--gpu", "h200", "--count", "16", "--model", "flash", "--goal", "throughput").splitlines()
     made = recommend(choice(count=16, tp=8), "throughput")
     assert lines[0] == "DeepSeek-V4-Flash, 16 x H200, --tp 8, --dp 8, 2 servers"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from dsv4_sglang.attention.metadata import build_prefill, build_recorded, recorded_step
 from dsv4_sglang.attention.step_buffers import PrefillBuffers
 from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.srt.attention.prefill_graphs import SIZES
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
 STAGING = range(20, 40)
@@ -111,3 +114,8 @@ def test_recorded_metadata_equals_eager(found, data):
     for batch in found:
         tokens = data.draw(st.integers(len(batch.out_loc), TOKENS))
         check(batch.recorded(buffers, tokens), batch.eager(), batch, buffers)
+
+
+def test_every_short_step_has_a_graph() -> None:
+    """SGLang replays a graph for a step of at least half its tokens."""
+    assert SIZES[0] == 2 and all(larger <= 2 * size for size, larger in pairwise(SIZES))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache import mamba_checkpoint_pool
 from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+from sglang.srt.server_args import ServerArgs
 
 from benchmarks import capacity
 from dsv4_sglang.model.config import DSV4Config
@@ -199,18 +201,18 @@ def test_a_decode_servers_pool_is_what_was_counted(configurator: Any) -> None:
     assert (pool.size, len(pool.free_slots), pool.mamba_allocator.size, pool.mamba_pool.size) == (2, 6, 6, 6)
 
 
-@pytest.mark.skipif(compat.IS_0_5_23, reason="a pool reads the settings of a running server there")
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, drafts: int) -> None:
+    with compat.published(ServerArgs(model_path="dummy", device="cpu", page_size=128, **speculation(drafts))):
+        extra = get_req_to_token_extra_context_len()
     launched = configurator(flashshape(), 2, max_snapshots=4, drafts=drafts)
     tokens_of(launched, MEMORY)
-    flags = SimpleNamespace(**speculation(drafts), max_speculative_num_draft_tokens=drafts or None, page_size=128)
-    pool = built_pool(launched, extra_max_context_len=get_req_to_token_extra_context_len(flags))
+    pool = built_pool(launched, extra_max_context_len=extra)
     assert (pool.mamba_allocator.size, pool.mamba_pool.size, pool.mamba_ckpt_pool.num_slots) == (2, 2, 4)
     given = Choice(
         Model.of("flash"), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256, draft_tokens=drafts
     )
     assert pool.req_to_token.nbytes == token_table_bytes(given)
-    request = SimpleNamespace(req_pool_idx=None, mamba_pool_idx=None, inflight_middle_chunks=0, kv=None)
+    request = SimpleNamespace(inflight_middle_chunks=0, kv=ReqKvInfo())
     assert pool.alloc([request]) is not None
     assert pool.mamba_allocator.available_size() == 1

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from host_cache_harness import HostCacheServer
-from prefix_tree_server import BLOCK, SEPARATE, without_a_server
+from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
-from sglang.srt.mem_cache import base_prefix_cache
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,7 +94,7 @@ KEPT = {
     ".mamba_ckpt_pool._ids": "numbers of snapshots as a step reads them, 8 bytes a snapshot",
     ".mamba_ckpt_pool._host_ids": "host memory",
     ".req_generation": "host memory",
-    ".req_index_to_mamba_ping_pong_track_buffer_mapping": "SGLang 0.5.23's, 16 bytes a request",
+    ".req_index_to_mamba_ping_pong_track_buffer_mapping": "SGLang's, 16 bytes a request",
 }
 
 
@@ -268,12 +268,6 @@ def test_random_turns_with_sleep(tree: pytest.MonkeyPatch) -> None:
 # New weights
 
 
-def waiting_request() -> Any:
-    # Newer releases identify a request by more than its id.
-    handle = base_prefix_cache.CacheRequestHandle("waits", 0) if SEPARATE else None
-    return SimpleNamespace(rid="waits", cache_request_handle=handle)
-
-
 class Scheduler:
     """Fake scheduler with the attributes that the hooks of `sleep` use. `released` and `flushed` count calls."""
 
@@ -282,7 +276,9 @@ class Scheduler:
 
     def __init__(self, server: HostCacheServer) -> None:
         self.server, self.tree_cache = server, server.cache
-        self.waiting_queue: list[Any] = [waiting_request()]
+        self.waiting_queue: list[Any] = [
+            SimpleNamespace(rid="waits", cache_request_handle=CacheRequestHandle("waits", 0))
+        ]
         self.grammar_manager = SimpleNamespace(grammar_queue=["compiles"])
         self.flushed = self.retracted = 0
         runner = SimpleNamespace(attn_backend=SimpleNamespace(free_scratch=lambda: None))

@@ -6,12 +6,10 @@ its quantisers and layouts are compared too.
 """
 
 import functools
-import importlib.metadata
 
 import pytest
 import torch
 from layer_harness import make_step
-from packaging.version import Version
 from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis, normalised, rotated, same
 
 import dsv4_sglang.ops  # noqa: F401
@@ -201,12 +199,6 @@ def test_layout_of_a_block():
         assert not table[0].any()
 
 
-SGLANG_HAS_IT = pytest.mark.skipif(
-    Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"
-)
-
-
-@SGLANG_HAS_IT
 def test_formats_equal_those_of_sglang():
     from sglang.kernels.ops.attention.dsv4 import kv_layout as layouts
     from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
@@ -229,7 +221,6 @@ def test_formats_equal_those_of_sglang():
 # ---- append
 
 
-@SGLANG_HAS_IT
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_entries_equal_those_of_sglang(ratio):
     """Compare DeepSeek's formulas, with which test_v41_cache.py compares the ops, with SGLang's torch kernels."""

@@ -9,12 +9,10 @@ multiples of 1/2.
 """
 
 import functools
-import importlib.metadata
 from dataclasses import replace
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor
 from v41_attention_cases import v41_index_case
 from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
@@ -31,10 +29,6 @@ from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.ops.reference import chunks, read, read_v41
 from dsv4_sglang.ops.rope import rope_table
-
-SGLANG_HAS_IT = pytest.mark.skipif(
-    Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"
-)
 
 CPU = torch.device("cpu")
 BOUND = 1e-5
@@ -515,7 +509,6 @@ def test_selection_in_two_levels(ratio, lens, top, size, most, equal):
         assert second[t] == best(scores, candidates)
 
 
-@SGLANG_HAS_IT
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_selection_equals_that_of_sglang(ratio):
     """Compare scores, candidates and selection with SGLang's torch versions, also with fewer candidates than are

@@ -30,7 +30,17 @@ try() {
 }
 tests() { "$venv/bin/python" -m pytest -n 0 -q "$@"; }
 
-try "install" tools/setup.sh "$venv" cpu "$release"
+# Install the recipe, then the packages that the release pins and the release. torch stays that of the recipe.
+install() {
+  tools/setup.sh "$venv" cpu || return
+  local pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
+  "${pip[@]}" download --no-deps -d "$logs" "sglang==$release" &&
+    "$venv/bin/python" tools/sglang_pins.py "$logs/sglang-$release"-*.whl >"$logs/requirements.txt" &&
+    "${pip[@]}" install -r "$logs/requirements.txt" &&
+    "${pip[@]}" install --no-deps "$logs/sglang-$release"-*.whl
+}
+
+try "install" install
 if [ "$failed" = 0 ]; then
   try "hooks, overrides and flags (doctor)" "$venv/bin/dsv4-sglang" doctor
   try "contracts, flags, sizes" tests tests/test_contracts.py tests/test_flag_validation.py tests/test_sizing_sglang.py
@@ -41,7 +51,7 @@ if [ "$failed" = 0 ]; then
   try "tensor parallelism" tests tests/server/test_server_tp.py
   try "speculation (eagle)" tests tests/server/test_server_speculation.py
   try "speculation (dspark)" tests tests/server/test_server_dspark.py
-  try "dp attention" tests tests/server/test_server_dp.py
+  try "dp attention" tests tests/server/test_server_dp.py tests/server/test_server_dp_tp.py
   try "host cache" tests tests/server/test_server_host.py
   try "v4.1" tests tests/server/test_server_v41.py
 fi

@@ -17,13 +17,14 @@ import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SGLANG = "0.5.17"
-# The CUDA recipe gets torch from SGLang's own pin.
-EXPECTED_TORCH = {"cpu": "2.13.0", "cuda": "2.11.0"}
+SGLANG = "0.5.23"
+# The CUDA recipe gets torch from SGLang's own pin, the CPU recipe the first of these that an index has as a CPU wheel.
+EXPECTED_TORCH = {"cpu": ("2.14.1", "2.13.0"), "cuda": ("2.14.1",)}
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -42,17 +43,24 @@ def resolve(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+def _first(*ways: list[str]) -> list[dict[str, Any]]:
+    """Resolve torch in the first way that works."""
+    for way in ways:
+        with suppress(subprocess.CalledProcessError):
+            return sorted(resolve(*way), key=lambda item: item["metadata"]["name"] != "torch")
+    raise SystemExit("no index has a CPU wheel of torch")
+
+
 def cpu_recipe() -> list[dict[str, Any]]:
     """Resolve the steps of tools/setup.sh, with its versions."""
     setup = (ROOT / "tools/setup.sh").read_text()
-    versions = dict(re.findall(r"^(torch|sglang)=(\S+)$", setup, re.M))
-    beside = re.search(rf"^ *{re.escape(versions['torch'])}\) (.*) ;;$", setup, re.M)
-    assert beside, "tools/setup.sh has no line for its own torch"
+    versions = dict(re.findall(r"^(torch|older_torch|sglang)=(\S+)$", setup, re.M))
+    newest, older = (f"torch=={versions[name]}+cpu" for name in ("torch", "older_torch"))
+    torch = _first([newest], [newest, "--index-url", CPU_INDEX], [older])
+    installed = torch[0]["metadata"]["version"].split("+")[0]
+    beside = re.search(rf"^ *{re.escape(installed)}\) (.*) ;;$", setup, re.M)
+    assert beside, f"tools/setup.sh has no line for torch {installed}"
     versions |= dict(part.split("=") for part in beside[1].split())
-    try:
-        torch = resolve(f"torch=={versions['torch']}+cpu")
-    except subprocess.CalledProcessError:
-        torch = resolve(f"torch=={versions['torch']}", "--index-url", CPU_INDEX)
     others = resolve(f"triton=={versions['triton']}", "-r", "tools/requirements-cpu.txt")
     alone = resolve("--no-deps", *(f"{name}=={versions[name]}" for name in ("sglang", "torchvision")))
     return list({item["metadata"]["name"].lower(): item for item in [*others, *alone, *torch]}.values())
@@ -80,10 +88,12 @@ def check(recipe: str) -> bool:
         total = sum(pool.map(size, (item["download_info"]["url"] for item in found)))
     print("\n".join(f"  {name} {version}" for name, version in sorted(versions.items())))
     print(f"{recipe}: {len(found)} packages, {total / 1e9:.2f} GB, resolved in {seconds:.0f} s")
-    expected = {"torch": EXPECTED_TORCH[recipe], "sglang": SGLANG}
-    wrong = {name: versions.get(name) for name in expected if versions.get(name, "").split("+")[0] != expected[name]}
+    expected = {"torch": EXPECTED_TORCH[recipe], "sglang": (SGLANG,)}
+    wrong = {
+        name: versions.get(name) for name in expected if versions.get(name, "").split("+")[0] not in expected[name]
+    }
     for name, version in wrong.items():
-        print(f"{recipe}: {name} {version} would be installed, expected {expected[name]}", file=sys.stderr)
+        print(f"{recipe}: {name} {version} would be installed, expected {' or '.join(expected[name])}", file=sys.stderr)
     return not wrong
 
 

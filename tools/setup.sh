@@ -1,21 +1,19 @@
 #!/usr/bin/env bash
 # Create a virtual environment and install this package with everything that it needs to run and to be tested.
 #
-#   tools/setup.sh VENV [cpu|cuda] [SGLANG [BASE]]
+#   tools/setup.sh VENV [cpu|cuda]
 #
-# The default recipe depends on the machine: cuda if nvidia-smi lists a GPU, else cpu. SGLANG is the release of SGLang
-# (default 0.5.17); docs/design/adding_a_release.md lists the supported ones. BASE is an environment of the CPU recipe
-# that VENV shares: it takes from BASE torch and every package whose version fits SGLANG. Only the rest is installed.
+# The default recipe depends on the machine: cuda if nvidia-smi lists a GPU, else cpu.
 # It is safe to run this again: an existing VENV is kept and only what is missing is installed.
 set -euo pipefail
 
-venv=${1:?usage: tools/setup.sh VENV [cpu|cuda] [SGLANG]}
+venv=${1:?usage: tools/setup.sh VENV [cpu|cuda]}
 recipe=${2:-}
-base=${4:-}
 root=$(cd "$(dirname "$0")/.." && pwd)
-torch=2.13.0
-sglang=0.5.17
-requirements=$root/tools/requirements-cpu.txt
+sglang=0.5.23
+# SGLang's pin, and the newest CPU wheel that some mirrors have.
+torch=2.14.1
+older_torch=2.13.0
 
 if [ -z "$recipe" ]; then
   if nvidia-smi -L 2>/dev/null | grep -q GPU; then recipe=cuda; else recipe=cpu; fi
@@ -37,7 +35,7 @@ find_python() {
 case $recipe in
   cpu)
     python=$(find_python "v == (3, 11)" python3.11 python3) || {
-      echo "setup: the CPU recipe needs Python 3.11 (its torch $torch CPU wheel is for 3.11); none of" \
+      echo "setup: the CPU recipe needs Python 3.11 (tools/requirements-cpu.txt is for 3.11); none of" \
         "'python3.11', 'python3' is one. Install it, or name it: make setup PYTHON=/path/to/python3.11" >&2
       exit 1
     }
@@ -54,48 +52,33 @@ case $recipe in
     ;;
 esac
 
-[ -z "$base" ] || python=$base/bin/python
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # Python compiles modules at import. Compiling all of torch, transformers and sglang here takes longer than unpacking.
 install() { pip install -q --no-compile "$@"; }
 
 if [ "$recipe" = cuda ]; then
-  install -e "$root[dev]" "sglang==${3:-$sglang}"
+  install -e "$root[dev]" "sglang==$sglang"
 else
-  if [ "${3:-$sglang}" != "$sglang" ]; then
-    # This release of SGLang pins torch and other packages of the CPU recipe.
-    sglang=$3
-    pip download -q --no-deps -d "$venv/wheels" "sglang==$sglang"
-    requirements=$venv/requirements-cpu.txt
-    pins=("$venv/bin/python" "$root/tools/sglang_pins.py" "$venv/wheels/sglang-$sglang"-*.whl)
-    torch=$("${pins[@]}" torch)
-    "${pins[@]}" "$root/tools/requirements-cpu.txt" >"$requirements"
-  fi
-  if [ -n "$base" ]; then
-    packages='import sysconfig; print(sysconfig.get_path("purelib"))'
-    { "$base/bin/python" -c "$packages" && echo "$root"; } >"$("$venv/bin/python" -c "$packages")/base.pth"
-    install -r "$requirements"
-    install --no-deps "sglang==$sglang"
-  else
-    case $torch in
-      2.13.0) torchvision=0.28.0 triton=3.7.1 ;;
-      2.14.1) torchvision=0.29.1 triton=3.8.0 ;;
-      *)
-        echo "setup: SGLang $sglang wants torch $torch, for which tools/setup.sh knows no torchvision and triton" >&2
-        exit 1
-        ;;
-    esac
-    # Try a local or mirrored CPU wheel, then PyTorch's own index. PyPI has only the CUDA build, which also runs without
-    # a GPU but brings 2.5 GB of libraries.
-    install "torch==$torch+cpu" 2>/dev/null ||
-      install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-      install "torch==$torch"
-    install "triton==$triton" -r "$requirements"
-    # Without dependencies, which pin the CUDA build of torch.
-    install --no-deps "sglang==$sglang" "torchvision==$torchvision"
-    "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
-    install --no-deps --no-build-isolation -e "$root"
-  fi
+  # Try a local or mirrored CPU wheel, then PyTorch's own index. PyPI has only the CUDA build, which also runs without a
+  # GPU but brings 2.5 GB of libraries.
+  install "torch==$torch+cpu" 2>/dev/null ||
+    install "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+    install "torch==$older_torch+cpu" 2>/dev/null ||
+    install "torch==$torch"
+  installed=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch").split("+")[0])')
+  case $installed in
+    2.13.0) torchvision=0.28.0 triton=3.7.1 ;;
+    2.14.1) torchvision=0.29.1 triton=3.8.0 ;;
+    *)
+      echo "setup: $venv has torch $installed; expected $torch or $older_torch. Remove $venv" >&2
+      exit 1
+      ;;
+  esac
+  install "triton==$triton" -r "$root/tools/requirements-cpu.txt"
+  # Without dependencies, which pin the CUDA build of torch.
+  install --no-deps "sglang==$sglang" "torchvision==$torchvision"
+  "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
+  install --no-deps --no-build-isolation -e "$root"
 fi
 "$venv/bin/python" -c "import torch, sglang.version; print('setup: torch', torch.__version__, 'sglang', sglang.version.__version__)"

@@ -1,15 +1,13 @@
-"""Print what a wheel of SGLang pins among the packages of the CPU recipe.
+"""Print tools/requirements-cpu.txt with the versions that a wheel of SGLang pins.
 
-    python tools/sglang_pins.py WHEEL torch               the version of torch
-    python tools/sglang_pins.py WHEEL requirements.txt    the file, with SGLang's version for each package that it pins
+    python tools/sglang_pins.py WHEEL
 
-Packages that only newer releases need are added if SGLang requires them. Runs in an environment that has pip only.
+Runs in an environment that has pip only.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from email.parser import HeaderParser
 from pathlib import Path
 from zipfile import ZipFile
@@ -17,8 +15,7 @@ from zipfile import ZipFile
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-# Packages without CUDA parts that newer releases import.
-NEWER = ("deepseek-recipe",)
+RECIPE = Path(__file__).parent / "requirements-cpu.txt"
 
 
 def pins(wheel: str) -> dict[str, str]:
@@ -33,21 +30,13 @@ def pins(wheel: str) -> dict[str, str]:
     }
 
 
-def repinned(lines: list[str], pinned: dict[str, str]) -> Iterator[str]:
-    for line in lines:
+def main(wheel: str) -> None:
+    pinned = pins(wheel)
+    for line in RECIPE.read_text().splitlines():
         if line and not line.startswith("#"):
             name = canonicalize_name(Requirement(line).name)
             line = f"{name}{pinned[name]}" if pinned.get(name) else line
-        yield line
-    yield from (name + pinned[name] for name in NEWER if name in pinned)
-
-
-def main(wheel: str, what: str) -> None:
-    pinned = pins(wheel)
-    if what == "torch":
-        print(pinned["torch"].removeprefix("=="))
-    else:
-        print("\n".join(repinned(Path(what).read_text().splitlines(), pinned)))
+        print(line)
 
 
 if __name__ == "__main__":

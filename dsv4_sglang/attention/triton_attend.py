@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_sglang.attention.base import AttendInputs
+from dsv4_sglang.attention.tensor_checks import TensorChecker
 from dsv4_sglang.attention.triton_entries import (
     AT1,
     AT2,
@@ -220,9 +221,18 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
 
     Returns:
         Output [T, heads, 512] in the dtype of `q`.
+
+    Raises:
+        ValueError: a tensor has another dtype, shape, stride, alignment or device than the kernel reads.
     """
     fp8 = inputs.kv_format is KVFormat.FP8
     window, entries = inputs.window, inputs.entries or inputs.window
+    check = TensorChecker("attend", q.device)
+    check.query(q, inputs.sink)
+    check.rotation(q.shape[0], inputs.positions, inputs.rope)
+    check.listed("window", *window, inputs.kv_format, q.shape[0])
+    if inputs.entries:
+        check.listed("entries", *entries, inputs.kv_format, q.shape[0])
     dot, precision = products(q.dtype, inputs.kv_format)
     listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
     launch = plan_launch(q, listed, fp8, dot == tl.float32, splits)

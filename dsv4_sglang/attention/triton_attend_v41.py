@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4_sglang.attention.tensor_checks import TensorChecker
 from dsv4_sglang.attention.triton_entries import (
     AT1,
     AT2,
@@ -167,10 +168,19 @@ def attend_v41(
 
     Returns:
         Output [T, H, 512] in the dtype of `q`.
+
+    Raises:
+        ValueError: a tensor has another dtype, shape, stride, alignment or device than the kernel reads.
     """
-    has_entries = entries is not None
+    check = TensorChecker("attend_v41", q.device)
+    check.query(q, sink)
+    check.rotation(q.shape[0], positions, rope)
+    check.listed("window", window, window_indices, window_lens, V41KVFormat.FP8, q.shape[0])
+    has_entries = entries is not None and entry_indices is not None and entry_lens is not None
     if entries is None or entry_indices is None or entry_lens is None:
         entries, entry_indices, entry_lens = window, window_indices, window_lens
+    else:
+        check.listed("entries", entries, entry_indices, entry_lens, V41KVFormat.FP4, q.shape[0])
     dot, precision = products(q.dtype, KVFormat.FP8)
     listed = window_indices.shape[1] + (entry_indices.shape[1] if has_entries else 0)
     launch = plan_launch(q, listed, False, dot == tl.float32, splits)

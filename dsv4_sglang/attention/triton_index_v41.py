@@ -14,10 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4_sglang.attention.tensor_checks import FLOATS, TensorChecker
 from dsv4_sglang.attention.triton_attend_v41 import e2m1, e4m3
 from dsv4_sglang.attention.triton_entries import table_stride
 from dsv4_sglang.attention.triton_softmax import products
-from dsv4_sglang.formats import KVFormat, index_keys
+from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys
+from dsv4_sglang.formats.index_keys import INDEX_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.ops.reference.read_v41 import index_query_v41, reject_two_levels_at_once
 
@@ -26,7 +28,7 @@ MAX_SCORES = 1 << 25
 
 _ENTRIES_PER_PROGRAM = 64
 
-KEY_DIM = tl.constexpr(index_keys.INDEX_DIM)
+KEY_DIM = tl.constexpr(INDEX_DIM)
 KEY_BYTES = tl.constexpr(index_keys.KEY_BYTES)
 KEY_SCALES = tl.constexpr(index_keys.KEY_SCALES)
 # Sort key of an entry that cannot be selected.
@@ -117,12 +119,24 @@ def index_topk_v41(
     Launches depend on shapes only; lengths are read on the device.
 
     Raises:
-        ValueError: both `kept` and `within` are given.
+        ValueError: both `kept` and `within` are given, or a tensor has another dtype, shape, stride, alignment or
+            device than the kernel reads.
     """
     reject_two_levels_at_once(kept, within)
     per_block = BLOCK_TOKENS // ratio
     columns = block_table.shape[1] * per_block if within is None else within.shape[1] * candidate_block
+    check = TensorChecker("index_topk_v41", q.device)
+    check.tensor("q", q, FLOATS, (None, None, INDEX_DIM), dense_from=3)
     tokens, heads, _ = q.shape
+    check.tensor("weights", weights, FLOATS, (tokens, heads), dense_from=2)
+    check.table("index_keys", index_keys, KeyFormat.MXFP4, per_block)
+    check.tensor("block_table", block_table, torch.int32, (None, None), dense_from=1)
+    check.tensor("token_request", token_request, torch.int32, (tokens,))
+    check.rotation(tokens, positions, rope)
+    for name, blocks in (("kept", kept), ("within", within)):
+        if blocks is not None:
+            check.tensor(name, blocks, torch.int32, (tokens, None), dense_from=1)
+    check.tensor("rows", rows, torch.int32, (tokens, None), dense_from=2)
     if tokens == 0 or columns == 0:
         rows.fill_(-1)
         return

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4_sglang.attention.tensor_checks import FLOATS, TensorChecker
 from dsv4_sglang.attention.triton_entries import DIM, FP8_MAX, NOPE, ROPE, angles, inverse_rope_dims, inverse_rope_pairs
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
@@ -29,6 +30,12 @@ def _inverse_rope_kernel(out_ptr, positions_ptr, rope_ptr, heads, token_stride, 
     tl.store(at, rope_part.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def _check(op: str, out: Tensor, positions: Tensor, rope: Tensor) -> None:
+    check = TensorChecker(op, out.device)
+    check.tensor("out", out, FLOATS, (None, None, ENTRY_DIM), dense_from=1)
+    check.rotation(out.shape[0], positions, rope)
+
+
 def inverse_rope(out: Tensor, positions: Tensor, rope: Tensor) -> None:
     """Apply the inverse RoPE to the last 64 dims of `out` in place.
 
@@ -36,7 +43,11 @@ def inverse_rope(out: Tensor, positions: Tensor, rope: Tensor) -> None:
         out: [T, H, 512]. The heads of a token are contiguous.
         positions: [T], positions of the tokens.
         rope: fp32 [positions, 64], RoPE table.
+
+    Raises:
+        ValueError: a tensor has another dtype, shape, stride or device than the kernel reads.
     """
+    _check("inverse_rope", out, positions, rope)
     tokens, heads, _ = out.shape
     block = min(triton.next_power_of_2(heads), 32)
     _inverse_rope_kernel[(tokens, triton.cdiv(heads, block))](
@@ -79,7 +90,11 @@ def inverse_rope_and_quantise(out: Tensor, positions: Tensor, rope: Tensor) -> t
 
     Returns:
         e4m3 codes [T, H, 512] and fp32 scales [T, H, 4], both contiguous.
+
+    Raises:
+        ValueError: as in `inverse_rope`.
     """
+    _check("inverse_rope_and_quantise", out, positions, rope)
     tokens, heads, _ = out.shape
     codes = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
     scales = torch.empty(tokens, heads, ENTRY_DIM // GROUP, dtype=torch.float32, device=out.device)

@@ -66,10 +66,10 @@ def sglang_version(gpu: bool) -> Iterator[Finding]:
         return
     from dsv4_sglang.srt.integration import compat
 
-    if state := compat.validation():
-        yield Finding("sglang", f"{found}, {state}")
+    if compat.is_supported():
+        yield Finding("sglang", f"{found}, the supported release")
     else:
-        yield Finding("sglang", f"{found}, not validated; validated: {', '.join(compat.VALIDATED)}", "note")
+        yield Finding("sglang", f"{found}, not tested; supported: {compat.RELEASE}", "note")
 
 
 def device(gpu: bool) -> Iterator[Finding]:

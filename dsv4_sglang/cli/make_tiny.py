@@ -17,9 +17,7 @@ def make_tiny(
     dspark: Annotated[
         int | None, typer.Option(help="Add a DSPARK head that drafts N tokens at once (released: 5).")
     ] = None,
-    v41: Annotated[
-        bool, typer.Option("--v41", help="DeepSeek-V4.1 with eight layers of all its kinds, for SGLang 0.5.23.")
-    ] = False,
+    v41: Annotated[bool, typer.Option("--v41", help="DeepSeek-V4.1 with eight layers of all its kinds.")] = False,
 ) -> None:
     """Write small random DeepSeek-V4 or V4.1 weights that SGLang and transformers can load.
 

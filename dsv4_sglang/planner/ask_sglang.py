@@ -84,7 +84,7 @@ def in_tree_capacity(config_json: str, available_gib: float, **given: Any) -> In
     from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    # The flag as given: SGLang 0.5.23 resolves --dp-size with --enable-dp-attention to a different flag.
+    # The flag as given: SGLang resolves --dp-size with --enable-dp-attention to a different flag.
     ranks = given.get("dp_size", 1) if given.get("enable_dp_attention") else 1
     parallel = {"pp_size": 1, "attn_dp_size": ranks}
     configurator_input = SimpleNamespace(

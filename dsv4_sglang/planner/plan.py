@@ -15,7 +15,6 @@ from dsv4_sglang.planner.choice import ENTRY_DTYPES, Choice
 from dsv4_sglang.planner.gpus import BEFORE_WEIGHTS, BESIDE_WEIGHTS
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes, token_table_bytes
 from dsv4_sglang.planner.weights import count_weights
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, demand_of, memory_after_slots, tokens_of_pool
 
@@ -95,11 +94,8 @@ class Plan:
 
     def notes(self) -> Iterator[str]:
         """Yield the disadvantages of the choice."""
-        choice = self.choice
-        if choice.dp > 1 and not compat.SERVES_DP_ATTENTION:
-            yield f"with SGLang {compat.sglang_version()} a server with --enable-dp-attention is rejected at start"
         if not self.has_room_for_activations:
-            wanted = activation_bytes(choice)
+            wanted = activation_bytes(self.choice)
             yield f"{self.parts[-1].bytes / GIB:.1f} GiB left for activations, SGLang expects {wanted / GIB:.1f}"
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import MOST_GPUS
 from dsv4_sglang.planner.plan import Plan, attempt
-from dsv4_sglang.srt.integration import compat
 
 GOALS = {
     "latency": "one server over all GPUs with speculation, for few concurrent requests",
@@ -87,7 +86,7 @@ def _splits(choice: Choice, goal: str) -> Iterator[dict[str, Any]]:
         if goal == "latency":
             yield {"tp": tp, "dp": 1, "running": LATENCY_REQUESTS, "draft_tokens": choice.model.draft_tokens}
             continue
-        for dp in range(1, tp + 1 if compat.SERVES_DP_ATTENTION else 2):
+        for dp in range(1, tp + 1):
             running = THROUGHPUT_REQUESTS if goal == "throughput" and dp == 1 else REQUESTS_OF_A_RANK * dp
             request = choice.served_context if goal == "long-context" else choice.request
             if tp % dp == 0:

@@ -1,4 +1,7 @@
-"""Recorder of the drafts of DSPARK or EAGLE for server_plugin.py, one file per step in the plugin's folder `drafts`."""
+"""Recorder of the drafts of DSPARK or EAGLE for server_plugin.py, one file per step in the plugin's folder `drafts`.
+
+The first process of a TP group records. Every draft depends on the parts of all processes.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def _draft(original: Callable[..., Any], worker: Any, batch: Any, *rest: Any, **
 
 def _keep(batch: Any, tokens: Any, logits: Any, streams: Any) -> None:
     import torch
+    from sglang.srt.runtime_context import get_parallel
 
+    if get_parallel().tp_rank:
+        return
     rids = [request.rid for request in batch.reqs]
     rows = zip(rids, batch.seq_lens.tolist(), tokens.tolist(), logits, streams, strict=True)
     file = folder() / "drafts" / f"{next(_steps)}.pt"

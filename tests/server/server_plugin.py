@@ -6,6 +6,7 @@ The plugin reads and writes files in the folder that PLUGIN_FOLDER names (fixtur
 - drafts: folder with the drafts of each step, if it exists (recorded_drafts.py)
 - sizes: sizes of the graphs as which short prefill steps run, if it exists; steps then has a line per step
   (recorded_prefills.py)
+- cuda_layers: exists if the server's layers are of SGLang's CUDA classes (cuda_layers.py)
 - loads: folder with the loads from the host, one file per process, if it exists (faulty_cache.py)
 """
 
@@ -54,6 +55,7 @@ def broken(folder: Path, kind: str) -> Iterator[None]:
 
 
 def register() -> None:
+    import cuda_layers
     import faulty_cache
     import recorded_drafts
     import recorded_prefills
@@ -64,5 +66,8 @@ def register() -> None:
         hooks |= recorded_drafts.HOOKS
     if (folder() / "sizes").exists():
         hooks |= recorded_prefills.HOOKS
+    if (folder() / "cuda_layers").exists():
+        cuda_layers.choose()
+        hooks |= cuda_layers.HOOKS
     for target, function in hooks.items():
         HookRegistry.register(target, function, HookType.AROUND)

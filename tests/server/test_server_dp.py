@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 RANKS = (0, 1)
@@ -33,6 +33,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "12")
 FLAGS += ("--chunked-prefill-size", "512", "--schedule-conservativeness", "0.1")
+CUDA_LAYERS = True
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 
 

@@ -20,6 +20,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
+CUDA_LAYERS = True
 OPTIONS = {**FP32, "max_snapshots": 12}
 # (tokens, tokens to generate, rank). Odd numbers of tokens are padded to even ones.
 ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from server_harness import DRAFTS, Generated, Server, assert_as_cold, prompt, running
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
@@ -61,11 +62,17 @@ def test_next_turns_while_others_decode(server: Server) -> None:
     server.wait_idle()
 
 
-@pytest.mark.parametrize("storage", ["file", "nixl"])
-def test_a_server_that_starts_again_finds_its_files(tiny: Callable[..., Path], tmp_path: Path, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("storage", "gpus"), [("file", 1), ("nixl", 1), ("file", 2)], ids=["file", "nixl", "file, two GPUs"]
+)
+def test_a_server_that_starts_again_finds_its_files(
+    tiny: Callable[..., Path], tmp_path: Path, storage: str, gpus: int
+) -> None:
     if storage == "nixl":
         pytest.importorskip("nixl", reason="NIXL is no dependency: pip install nixl")
-    flags = (*FLAGS, "--hicache-storage-backend", storage)
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("needs 2 GPUs")
+    flags = (*FLAGS, "--tp-size", str(gpus), "--hicache-storage-backend", storage)
     flags += ("--hicache-storage-backend-extra-config", '{"l3_cleaner_enabled": false}')
     prompts = [prompt(1500, seed=70 + i) for i in range(4)]
     folder = tmp_path / "files"

@@ -35,7 +35,6 @@ from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.server import RequestError
-from dsv4_sglang.srt.integration import compat
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
@@ -184,7 +183,7 @@ def by_disk(server: Server, model: Path) -> None:
 
 
 def by_tensors(server: Server, model: Path) -> None:
-    """Update in the session that SGLang 0.5.23 requires."""
+    """Update in the session that SGLang requires."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")  # by name, so that a different process can open it
     weights = list(load_file(model / "model.safetensors").items())
@@ -192,12 +191,13 @@ def by_tensors(server: Server, model: Path) -> None:
         "serialized_named_tensors": [MultiprocessingSerializer.serialize(weights, output_str=True)],
         "flush_cache": False,
     }
-    requests = [("/update_weights_from_tensor", body)]
-    if compat.IS_0_5_23:
-        requests = [("/begin_weight_update", {}), *requests, ("/end_weight_update", {})]
     try:
-        for path, body in requests:
-            assert server.post(path, body)["success"], path
+        for path, asked in (
+            ("/begin_weight_update", {}),
+            ("/update_weights_from_tensor", body),
+            ("/end_weight_update", {}),
+        ):
+            assert server.post(path, asked)["success"], path
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
 

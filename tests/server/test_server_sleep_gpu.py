@@ -22,6 +22,7 @@ HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-toke
 SERVERS: dict[str, tuple[str, ...]] = {
     "fp8, host cache": HOST,
     "fp8, 3 drafts": (*DRAFTS, "--enable-weights-cpu-backup"),
+    "fp8, two GPUs": ("--tp-size", "2"),
     "bf16, no graphs, no overlap": (
         *("--kv-cache-dtype", "bfloat16"),
         *("--disable-cuda-graph", "--disable-overlap-schedule"),

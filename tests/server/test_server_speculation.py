@@ -33,9 +33,10 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
-FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics")
+FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", "--tp-size", "2")
 FLAGS += (*HOST_CACHE, "--hicache-write-policy", "write_back")
 OPTIONS = {**FP32, "integrity_check": True}
+CUDA_LAYERS = True
 RECORDS, GRAPH_TOKENS = ("drafts",), 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
 # Tolerance of log p, and of the layer's streams and logits, whose magnitude reaches 20.

@@ -38,6 +38,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens",
 FLAGS += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 RECORDS = ("loads",)
+CUDA_LAYERS = True
 # Disable SGLang's 5 s pause for diagnostics before exit.
 ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 

@@ -18,12 +18,10 @@ from server_plugin import broken
 
 from benchmarks.reference.oracle_v41 import OracleV41
 from dsv4_sglang.cli import client
-from dsv4_sglang.srt.integration import compat
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.usefixtures("plugin"),
-    pytest.mark.skipif(not compat.SERVES_V41, reason="this release of SGLang has no DeepSeek-V4.1"),
 ]
 
 LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)

@@ -64,13 +64,9 @@ assert os.environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 # A flag that cannot be served ends the launch, also when SGLang resolves it late, and in a scheduler.
 from dsv4_sglang.srt.integration.launch_error import LaunchError
-if compat.IS_0_5_23:
-    from sglang.srt.arg_groups import cuda_graph_hook
-    place, name = cuda_graph_hook, "finalize_cuda_graph_prefill_max_context"
-else:
-    place, name = ServerArgs, "_handle_debug_utils"
-late = getattr(place, name)
-setattr(place, name, lambda arguments: compat.set_flags(arguments, enable_eplb=True))
+from sglang.srt.arg_groups import cuda_graph_hook
+late = cuda_graph_hook.finalize_cuda_graph_prefill_max_context
+cuda_graph_hook.finalize_cuda_graph_prefill_max_context = lambda given: compat.set_flags(given, enable_eplb=True)
 try:
     given = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
     compat.resolve_flags(given)
@@ -79,12 +75,9 @@ except LaunchError as error:
     assert "--enable-eplb is not supported: " in str(error), error
 else:
     raise AssertionError("a flag that SGLang resolves late was served")
-setattr(place, name, late)
+cuda_graph_hook.finalize_cuda_graph_prefill_max_context = late
 ModelConfig.from_server_args(arguments)
-if compat.IS_0_5_23:
-    compat.set_flags(arguments, enable_lora=True)
-else:
-    arguments.override("test", enable_lora=True)
+compat.set_flags(arguments, enable_lora=True)
 try:
     ModelConfig.from_server_args(arguments)
 except ValueError as error:

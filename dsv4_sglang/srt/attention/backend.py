@@ -222,6 +222,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         """Build all metadata of a prefill step. For other steps, build what a CUDA graph must not read (see
         `gather_decode`)."""
         mode = forward_batch.forward_mode
+        # A recorded prefill step has taken its snapshots inside its graph, which runs no Python.
+        self._staged = None
         if mode.is_idle():
             return
         self._recorded = False

@@ -16,9 +16,10 @@ from dsv4_sglang.srt.integration import compat
 
 PHASE, BACKEND = "prefill", "breakable"
 # Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of
-# at least half its tokens, so small sizes may double. The time of a large step is proportional to its size, so large
-# sizes are close together. A graph takes 10 MB (benchmarks/configs/flashshape).
-SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
+# at least half its tokens, so sizes may at most double. The time of a large step is proportional to its size, so large
+# sizes fit frequent steps: 1,000 new tokens after a hit, and eight hits of 200. At V4-Flash's widths a first start
+# compiles 30 s for each size (docs/guides/first_start.md). A graph takes 10 MB (benchmarks/configs/flashshape).
+SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1088, 1664, 2048)
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MAX_RECORDED_REQUESTS = 32
 

@@ -118,12 +118,6 @@ def write_context(
         injector.model_runner.attn_backend.write_context(layers, cache_loc, requests)
 
 
-def no_draft_pool(**_arguments: Any) -> None:
-    """REPLACE `kv_cache_builder.get_draft_kv_pool`: return None. The draft model has no blocks, and its window rings
-    are part of the served model's slots and snapshots. If its pool were the model's, the host cache would hold it twice
-    and a transfer between servers would send it twice."""
-
-
 def take_snapshots(original: Callable[..., None], worker: Any, batch: Any, batch_result: Any, **arguments: Any) -> None:
     """AROUND `EagleDraftWorker._draft_extend_for_decode`, the end of a speculative round: take the snapshots, now that
     the entries of both models are written."""

@@ -7,13 +7,6 @@ from typing import Any
 import torch
 
 
-def allocate_mask(vocab_size: int, batch_size: int) -> torch.Tensor:
-    """Return a mask that allows every token, int32 [batch_size, ceil(vocab_size / 32)]."""
-    import xgrammar
-
-    return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
-
-
 def apply_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     """Set the logits [requests, tokens] of tokens that the mask does not allow to -inf."""
     import xgrammar

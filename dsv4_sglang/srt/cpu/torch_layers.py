@@ -58,7 +58,7 @@ def collapse(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def collapse_flat(x_flat: torch.Tensor, pre: torch.Tensor, hc: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """REPLACE `compat.COLLAPSE_STREAMS`: return `collapse` of `x_flat [T, hc * hidden]`."""
+    """REPLACE `mhc.mhc_combine`: return `collapse` of `x_flat [T, hc * hidden]`."""
     return collapse(x_flat.unflatten(1, (hc, -1)), pre).to(out_dtype)
 
 
@@ -150,10 +150,15 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit:
 
 
 def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Compute the MoE block of a layer with unquantised experts.
+    """Compute the MoE block of a layer. As `part_of_experts`, with the parts of all processes summed."""
+    return tensor_model_parallel_all_reduce(part_of_experts(mlp, x, input_ids, limit)).to(x.dtype)
+
+
+def part_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """Compute this process's part of the MoE block of a layer with unquantised experts.
 
     With several processes, each has some of the experts (expert parallelism), a part of each expert's intermediate
-    dimension (tensor parallelism), or both. Their outputs are summed.
+    dimension (tensor parallelism), or both.
 
     Args:
         mlp: SGLang's MoE module.
@@ -162,7 +167,7 @@ def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit
         limit: bound of the clamp in `gated_mlp`, or None.
 
     Returns:
-        [T, hidden] in the dtype of `x`.
+        [T, hidden] fp32.
     """
     experts, weights = route(mlp, x, input_ids)
     count = mlp.experts.num_local_experts
@@ -173,5 +178,4 @@ def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit
         y = gated_mlp(x[token], mlp.experts.w13_weight[expert], mlp.experts.w2_weight[expert], limit)
         out.index_add_(0, token, y.float() * weights[token, rank, None])
     shared = mlp.shared_experts
-    out += gated_mlp(x, shared.gate_up_proj.weight, shared.down_proj.weight, limit)
-    return tensor_model_parallel_all_reduce(out).to(x.dtype)
+    return out + gated_mlp(x, shared.gate_up_proj.weight, shared.down_proj.weight, limit)

@@ -10,19 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed
-from sglang.srt.layers import dp_attention
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 Gather = Callable[..., None]
-
-
-def gather_replicated(
-    global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
-) -> None:
-    """REPLACE `dp_attention.dp_gather_partial`: gather the tokens of all attention ranks. All processes of a rank have
-    the same `local_tokens`."""
-    dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch, *arguments, **named)
 
 
 def gather_from_copy(

@@ -141,7 +141,7 @@ def _notify_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -
 
 
 def allow_pageable_indices(original: Callable[..., None], sender: Any, *arguments: Any, **named: Any) -> None:
-    """AROUND `compat.KV_SENDER`: let the sender of a request use block indices in pageable memory."""
+    """AROUND `CommonKVSender.__init__`: let the sender of a request use block indices in pageable memory."""
     original(sender, *arguments, **named)
     sender.supports_host_tensor_indices = False
 

@@ -100,7 +100,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
     live = Pool("state slot", range(1, tables.mamba_allocator.size + 1))
     found = AuditResult([blocks, rows, live])
 
-    blocks.claim(FREE, "the free list", compat.free_blocks(allocator))
+    blocks.claim(FREE, "the free list", allocator.get_all_free_pages().tolist())
     rows.claim(FREE, "the free list", tables.free_slots)
     live.claim(FREE, "the free list", tables.mamba_allocator.free_slots.tolist())
     slots = getattr(tables, "mamba_ckpt_pool", None)
@@ -110,7 +110,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         found.pools.append(snapshots)
 
     for req in held_by:
-        name, held = f"request {req.rid}", compat.held(req)
+        name, held = f"request {req.rid}", req.kv
         snapshots.claim(REQUESTS, name, [pending.slot for pending in getattr(req, PENDING, None) or ()])
         if held.mamba_pool_idx is not None:
             live.claim(REQUESTS, name, [int(held.mamba_pool_idx)])
@@ -179,9 +179,10 @@ class _Tree:
 
     def hold(self, req: Any, name: str, table: list[int]) -> None:
         """Register a request's lock on the path to its node, and compare its block table with that path."""
-        node_id, lock = compat.lock_of(req)
-        if lock is not None:
-            self._lock(node_id, lock, name)
+        node_id = None
+        if req.lock is not None:
+            node_id = req.lock.node
+            self._lock(node_id, req.lock.receipt, name)
         node, path = self.by_id.get(node_id, self.root), list[int]()
         while node is not self.root:
             path[:0] = self.pages.get(node.id, [])
@@ -196,10 +197,10 @@ class _Tree:
         if node is None:
             self.wrong.append(Finding(name, f"it holds node {node_id}, which is not in the tree"))
             return
-        if node is not self.root and not compat.leaves_out(lock, self.mamba, node.id):
+        if node is not self.root and self.mamba not in lock.skipped_lock_components:
             self.locks[self.mamba, node.id].append(name)
         while node is not self.root:
-            if not compat.leaves_out(lock, self.full, node.id):
+            if self.full not in lock.skipped_lock_components:
                 self.locks[self.full, node.id].append(name)
             node = node.parent
 
@@ -219,13 +220,21 @@ class _Tree:
         if not self.tiered:
             return Counter()
         cache = self.cache
-        return Counter(
-            [
-                *(loading.node_id for loading in cache.ongoing_load_back.values()),
-                *(prefetch.anchor_node_id for prefetch in cache.ongoing_prefetch.values()),
-                *(node_id for node_id, _ in cache.ongoing_backup.values()),
-            ]
-        )
+        held = [
+            *((loading.node_id, loading.host_lock_params) for loading in cache.ongoing_load_back.values()),
+            *((prefetch.anchor_node_id, prefetch.anchor_lock_params) for prefetch in cache.ongoing_prefetch.values()),
+            *cache.ongoing_backup.values(),
+        ]
+        return Counter(node for node_id, lock in held for node in self._locked_on_host(node_id, lock))
+
+    def _locked_on_host(self, node_id: int, lock: Any) -> Iterator[int]:
+        """Yield the nodes of a host lock: the node that was locked, and if it was split since, the parts above it."""
+        node, first = self.by_id.get(node_id), lock.component_host_lock_uuids.get(self.full)
+        while node is not None:
+            yield node.id
+            if first in (None, self._data(node)[0].metadata.get("host_uuid")):
+                return
+            node = node.parent
 
     def findings(self) -> Iterator[Finding]:
         """Yield all inconsistencies. Call it after every holder has been registered."""
@@ -273,22 +282,24 @@ class _Tree:
 
     def _fetched(self) -> tuple[list[Any], list[Any]]:
         """Return host indices of blocks and of snapshots that a storage fetch uses, or that wait to be freed."""
-        from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS
+        from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS, remaining_blocks
 
         if not self.cache.enable_storage:
             return [], []
         controller, under_way = self.cache.cache_controller, self.cache.ongoing_prefetch.values()
-        blocks = [*map(_of_fetch, under_way), *_waiting(controller.host_mem_release_queue)]
+        blocks = [*(prefetch.host_indices for prefetch in under_way), *_waiting(controller.host_mem_release_queue)]
         snapshots = [
             transfer.host_indices
             for prefetch in under_way
             for transfer in prefetch.comp_xfers.get(self.mamba, ())
             if transfer.name is SNAPSHOTS
         ]
-        for operation, rows in controller.cancelled_fetches:
-            snapshots += [transfer.host_indices for transfer in rows]
+        for operation in controller.cancelled_fetches:
+            blocks.append(remaining_blocks(operation))
             if not operation.pool_transfers_done:
-                blocks.append(operation.host_indices[operation.completed_tokens :])
+                snapshots += [
+                    transfer.host_indices for transfer in operation.pool_transfers if transfer.name is SNAPSHOTS
+                ]
         if (waiting := controller.extra_host_mem_release_queues.get(SNAPSHOTS)) is not None:
             snapshots += _waiting(waiting)
         return blocks, snapshots
@@ -354,15 +365,6 @@ class _Tree:
             yield Finding("SGLang's check of the tree", str(error))
 
 
-def _of_fetch(prefetch: Any) -> Any:
-    """Return the host indices of blocks that a fetch still owns. When its thread ends, it frees the blocks that it has
-    not read."""
-    operation = prefetch.operation
-    if compat.FREES_ROWS_IN_USE and prefetch.host_indices is not None and operation.pool_transfers_done:
-        return prefetch.host_indices[: operation.completed_tokens]
-    return prefetch.host_indices
-
-
 def _waiting(queue: Queue[Any]) -> list[Any]:
     """Return the items of a queue that other threads fill."""
     with queue.mutex:
@@ -407,7 +409,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "dp_rank": get_parallel().attn_dp_rank,
         "tp_rank": get_parallel().tp_rank,
         "idle": idle,
-        "requests": sum(compat.held(req).req_pool_idx is not None for req in requests),
+        "requests": sum(req.kv.req_pool_idx is not None for req in requests),
         "announced": _announced(scheduler.tree_cache),
         "pools": [{"of": pool.thing, "size": len(pool.ids), **pool.counts} for pool in found.pools],
         "wrong": len(findings),

@@ -111,7 +111,7 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 
 
 def end_update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """AROUND `compat.END_WEIGHT_UPDATE`: invalidate the cache, even if no update came before."""
+    """AROUND `SchedulerWeightUpdaterManager.end_weight_update`: invalidate the cache, even if no update came before."""
     with _invalidated_cache(updater, empty_cache=False):
         return original(updater, recv_req)
 
@@ -155,7 +155,7 @@ def _settle(scheduler: Any) -> None:
 
 @contextmanager
 def _hidden_queue(scheduler: Any) -> Iterator[None]:
-    """Context manager that hides waiting requests. They hold nothing of the cache, but SGLang 0.5.17 does not flush
+    """Context manager that hides waiting requests. They hold nothing of the cache, but SGLang does not flush
     while there are any."""
     grammars = scheduler.grammar_manager
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []

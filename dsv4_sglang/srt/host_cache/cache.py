@@ -64,14 +64,7 @@ class HostPrefixCache(PrefixCache):
 
     # Requests
 
-    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **arguments: Any) -> None:
-        before = req.last_node
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle, **arguments)
-        if is_insert:
-            self._finished(req, before)
-
     def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
-        """Handle `cache_finished_req` of newer releases, which they also call for requests that continue."""
         before = req.last_node
         super().checkpoint(req, up_to=up_to, **arguments)
         if req.finished():
@@ -110,7 +103,7 @@ class HostPrefixCache(PrefixCache):
 
     def settle(self, waiting: Iterable[Req]) -> None:
         for req in waiting:
-            self.release_aborted_request(compat.name_of(req))
+            self.release_aborted_request(req.cache_request_handle)
         while self.ongoing_write_through or self.ongoing_load_back or self.ongoing_backup:
             self.check_hicache_events()
             time.sleep(0.001)  # SGLang writes to the storage in a thread
@@ -148,7 +141,6 @@ class HostPrefixCache(PrefixCache):
     # Saves to the host
 
     def check_hicache_events(self) -> None:
-        self.cache_controller.free_cancelled_fetches()
         with self._recheck_queue_after_saves():
             super().check_hicache_events()
         self.cache_controller.start_unclaimed_loads()
@@ -308,7 +300,6 @@ class HostPrefixCache(PrefixCache):
         return self._evict_saved(super().evict, params)
 
     def evict_for_alloc(self, params: EvictParams, **arguments: Any) -> EvictResult:
-        """Handle `evict` of newer releases for allocations."""
         return self._evict_saved(partial(super().evict_for_alloc, **arguments), params)
 
     def _evict_saved(self, evict: Callable[[EvictParams], EvictResult], params: EvictParams) -> EvictResult:

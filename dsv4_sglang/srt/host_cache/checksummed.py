@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransferResult
 from torch import Tensor
 
-from dsv4_sglang.srt.integration import compat
-
 if TYPE_CHECKING:
     from dsv4_sglang.srt.host_cache.pools import HostRows
 
@@ -22,21 +20,21 @@ class ChecksummedEntries:
     """Mixin, to be placed before the storage class in the bases.
 
     Rows are checksummed before they are written. A page with a wrong checksum is a miss and is removed, so that it is
-    stored again. An error of the storage is logged and counts as a miss too: SGLang 0.5.17 would end the thread that
-    made the call, and with it all later saves or prefetches.
+    stored again. An error of the storage is logged and counts as a miss too.
     """
 
-    registered_pools: dict[PoolName, Any]
+    mem_pool_host: HostRows  # of blocks
+    registered_pools: dict[PoolName, HostRows]
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
-        compat.blocks_of(self).checksum(host_indices, self.names(PoolName.KV, keys))
+        self.mem_pool_host.checksum(host_indices, self.names(PoolName.KV, keys))
         failed = [False] * len(keys)
         return self._ask(failed, super().batch_set_v1, keys, host_indices, extra_info)  # type: ignore[misc]
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         failed = [False] * len(keys)
         found = self._ask(failed, super().batch_get_v1, keys, host_indices, extra_info)  # type: ignore[misc]
-        return self._usable(PoolName.KV, compat.blocks_of(self), keys, host_indices, found)
+        return self._usable(PoolName.KV, self.mem_pool_host, keys, host_indices, found)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         for transfer in transfers:
@@ -100,8 +98,7 @@ def _failed(transfers: Sequence[Any]) -> dict[Any, list[bool]]:
 
 
 def or_miss(miss: Any, ask: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call the storage, and return `miss` if it raises any error, which is logged. SGLang 0.5.17 would end the calling
-    thread, and with it all later saves or prefetches."""
+    """Call the storage, and return `miss` if it raises any error, which is logged."""
     try:
         return ask(*arguments, **named)
     except Exception:

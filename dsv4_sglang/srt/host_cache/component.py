@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import (
 from torch import Tensor
 
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
-from dsv4_sglang.srt.integration import compat, metrics
+from dsv4_sglang.srt.integration import metrics
 from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent, note_change
 
 if TYPE_CHECKING:
@@ -100,10 +100,17 @@ class HostSnapshotComponent(SnapshotComponent):
         else:
             self._moved(node, slot, self.slots.registry.host_id(int(row)))
 
-    def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        device_frees: Any,
+        host_frees: Any,
+        cache_actions: Any,
+        target: EvictLayer = EvictLayer.DEVICE,
+    ) -> tuple[int, int]:
         registry, slot = self.slots.registry, self._slot(node)
         row = node.component_data[self.component_type].host_value
-        if EvictLayer.HOST in compat.evicted_layers(*arguments, **named) and row is not None:
+        if EvictLayer.HOST in target and row is not None:
             if slot is None:
                 self.metrics.add("host_snapshots_evicted", value=self._evicting)
                 place = self.slots.id_of(node)
@@ -111,7 +118,7 @@ class HostSnapshotComponent(SnapshotComponent):
                 del self.slots.nodes[place]
             else:
                 registry.copied[slot] = False
-        return super().evict_component(node, *arguments, **named)
+        return super().evict_component(node, device_frees, host_frees, cache_actions, target)
 
     def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
         self.cache.save_now(node)
@@ -141,7 +148,7 @@ class HostSnapshotComponent(SnapshotComponent):
             return
         slot = self._slot(self.tree_core.node_by_id(prep.node))
         assert slot is not None, "a load ends at a snapshot"
-        compat.held(req).mamba_cow_src_index = self.slots.device_index(slot)
+        req.kv.mamba_cow_src_index = self.slots.device_index(slot)
         self.cache.cache_controller.watch.expect(req)
 
     def build_hicache_transfers(

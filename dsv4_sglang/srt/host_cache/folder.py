@@ -34,8 +34,6 @@ FOLDERS = {
 PAGE_VERSION = 4
 # Length of SGLang's key of a page, a SHA-256 in hexadecimal.
 KEY_CHARACTERS = 64
-# Characters that SGLang 0.5.17 appends to a file name while it writes the file: process, thread and a UUID.
-LONGEST_TEMPORARY = 66
 # Bytes of the checksum at the end of each page.
 CHECKSUM_BYTES = 16
 # Age in seconds from which a temporary file is assumed to be left by a killed process. Writing a page takes
@@ -48,9 +46,9 @@ ORPHANS = (FORMER_WEIGHTS, FORMER_FORMAT, TEMPORARY)
 _PAGE = re.compile(
     rf"[0-9a-f]{{{KEY_CHARACTERS}}}(?:\.[a-z0-9_]+)?_"
     r"(?P<name>.+-dsv4v(?P<version>\d+)-[a-z0-9]+-[a-z0-9]+-(?:[0-9a-f]{32}|[0-9a-f]{16})(?P<update>-[0-9a-f]{16})?)"
-    r"(?P<end>_[a-z0-9_]+|\.bin(?:\.tmp\..*)?|)"
+    r"(?P<end>_[a-z0-9_]+|\.bin|)"
 )
-# Name of a file while SGLang 0.5.23 writes it.
+# Name of a file while SGLang writes it.
 _NAMELESS_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 
@@ -264,7 +262,7 @@ def _raise(error: OSError) -> None:
 
 
 def _state_of(page: re.Match[str] | None, used: bool) -> str:
-    if page is None or ".tmp." in page["end"]:
+    if page is None:
         return TEMPORARY
     if used:
         return USED

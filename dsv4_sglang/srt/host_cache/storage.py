@@ -16,7 +16,6 @@ from dsv4_sglang.srt.host_cache.checksummed import or_miss
 from dsv4_sglang.srt.host_cache.folder import (
     FOLDERS,
     KEY_CHARACTERS,
-    LONGEST_TEMPORARY,
     ORPHANS,
     TEMPORARY,
     UNUSED,
@@ -91,13 +90,13 @@ class FileStorage(HiCacheFile):
 
     def __init__(self, storage_config: Any, file_path: str = FOLDERS["file"][1]) -> None:
         variable, _ = FOLDERS["file"]
-        named = os.environ.get(variable) or compat.folder_in_config(storage_config)
+        named = os.environ.get(variable) or (storage_config.extra_config or {}).get("file_storage_path")
         folder = own_folder(named, file_path, variable)
         self._mode = folder.stat().st_mode & 0o666
         super().__init__(storage_config, file_path)
         self._first_suffix: str = self.config_suffix
         longest = f"{LONGEST_KEY}.{SNAPSHOTS}{self.config_suffix}{LONGEST_UPDATE}.bin"
-        require_names(folder / longest.ljust(len(longest) + LONGEST_TEMPORARY, "~"), variable)
+        require_names(folder / longest, variable)
         self._folder = UsedFolder(folder, bool(named), self._forget)
         self._folder.use(self.config_suffix[1:])
         compat.bound_folder(self, FolderEvictor, storage_config)

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, build_pool_entry
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult, StackStrategy, build_pool_entry
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_memory
 from torch import Tensor
@@ -45,9 +47,8 @@ class TransferController(HybridCacheController):
     watch: LoadWatch
     saves: CopyTimer
     loads: CopyTimer
-    # Fetches from the storage that have ended, by an abort or the prefetch policy, while a thread may still read into
-    # their host rows. Each has the rows of its snapshots that must be freed later.
-    cancelled_fetches: Sequence[tuple[Any, list[Any]]] = ()
+    # Cancelled fetches from a storage. SGLang frees their remaining rows when their thread has ended.
+    cancelled_fetches: Sequence[Any] = ()
 
     @contextmanager
     def batch_backups(self) -> Iterator[None]:
@@ -62,7 +63,7 @@ class TransferController(HybridCacheController):
     def start_writing(self) -> None:
         if self._together or not self.write_queue:
             return
-        to_host, _ = compat.copy_streams(self)
+        to_host = self.l2_transfer_engine.device_to_host_stream
         to_host.wait_stream(self.forward_stream)
         with self.saves.measure(to_host):
             super().start_writing()
@@ -70,7 +71,7 @@ class TransferController(HybridCacheController):
     def start_loading(self) -> int:
         if not self.load_queue:
             return -1
-        _, from_host = compat.copy_streams(self)
+        from_host = self.l2_transfer_engine.host_to_device_stream
         from_host.wait_stream(self.forward_stream)
         load = self.watch.begin(self.load_queue)
         with self.loads.measure(from_host):
@@ -82,51 +83,27 @@ class TransferController(HybridCacheController):
         """Start the loads of requests that were not admitted. No step waits for these loads, so all steps do."""
         if self.load_queue:
             self.start_loading()
-            _, from_host = compat.copy_streams(self)
+            from_host = self.l2_transfer_engine.host_to_device_stream
             self.forward_stream.wait_stream(from_host)
 
-    # Cancelled fetches from a storage. SGLang before 0.5.23 frees a snapshot's row at once, and the reading thread
-    # would then overwrite the row's next content.
-
     def terminate_prefetch(self, operation: Any) -> Any:
-        found = super().terminate_prefetch(operation)
-        if compat.FREES_ROWS_IN_USE and operation.host_indices is not None and not operation.pool_transfers_done:
-            self.cancelled_fetches = [*self.cancelled_fetches, (operation, [])]
-        return found
+        if operation.host_indices is not None:
+            self.cancelled_fetches = [*self.cancelled_fetches, operation]
+        return super().terminate_prefetch(operation)
 
-    def append_host_mem_release(self, host_indices: Any = None, extra_pools: Any = None) -> None:
-        """Free host rows. Snapshot rows that a thread still reads into are freed later by
-        `free_cancelled_fetches`. SGLang's thread frees its blocks itself."""
-        now: list[Any] = []
-        later = {
-            id(transfer): rows
-            for operation, rows in self.cancelled_fetches
-            for transfer in operation.pool_transfers
-            if not operation.pool_transfers_done
-        }
-        for transfer in extra_pools or ():
-            later.get(id(transfer), now).append(transfer)
-        super().append_host_mem_release(host_indices, now)
-
-    def free_cancelled_fetches(self) -> None:
-        """Free the rows of cancelled fetches whose thread has finished."""
-        under_way = []
-        for operation, rows in self.cancelled_fetches:
-            if operation.pool_transfers_done:
-                super().append_host_mem_release(extra_pools=rows)
-            else:
-                under_way.append((operation, rows))
-        self.cancelled_fetches = under_way
+    def append_host_mem_release(self, host_indices: Tensor | None = None, extra_pools: Any = None) -> None:
+        """Free host rows, among others the remaining rows of a cancelled fetch."""
+        self.cancelled_fetches = [
+            operation
+            for operation in self.cancelled_fetches
+            if extra_pools is not operation.pool_transfers
+            and (host_indices is None or not torch.equal(host_indices, remaining_blocks(operation)))
+        ]
+        super().append_host_mem_release(host_indices, extra_pools)
 
     def reset(self) -> None:
-        """Empty the queues. The rows can be reused then, so wait for the threads that read into them. SGLang before
-        0.5.23 does not."""
-        if compat.FREES_ROWS_IN_USE and self.enable_storage:
-            self.storage_stop_event.set()
-            self.prefetch_thread.join()  # it starts the other thread
-            self.prefetch_io_aux_thread.join()
-        self.cancelled_fetches = ()
         super().reset()
+        self.cancelled_fetches = ()
 
     def _generate_storage_config(
         self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
@@ -142,6 +119,12 @@ class TransferController(HybridCacheController):
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Keep host indices on the CPU, which launches the copies."""
         return host_indices, device_indices
+
+
+def remaining_blocks(operation: Any) -> Tensor:
+    """Return the host indices of the blocks that a cancelled fetch has not loaded. Its thread may still write them."""
+    rest: Tensor = operation.host_indices[operation.completed_tokens :]
+    return rest
 
 
 class HostStack(StackStrategy):
@@ -168,7 +151,7 @@ class HostStack(StackStrategy):
     ) -> Any:
         """Build the pools and the controller. `of_controller`: arguments of SGLang's controller."""
         device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
-        # Resolved settings: since 0.5.23 ServerArgs lack the default of --hicache-ratio.
+        # Resolved settings: ServerArgs lack the default of --hicache-ratio.
         memory = get_memory()
         spare = 0 if storage_backend is None else CHECKSUM_BYTES
         sizes = host_demand(
@@ -192,7 +175,7 @@ class HostStack(StackStrategy):
                 host_pool=blocks,
                 device_pool=device_blocks,
                 layer_mapping={layer: i for i, layer in enumerate(device_blocks.compressed_layers)},
-                **compat.transfer_layers(layers),
+                transfer_layer_id_max=layers,
                 is_anchor=True,
             ),
             build_pool_entry(
@@ -200,7 +183,7 @@ class HostStack(StackStrategy):
                 host_pool=snapshots,
                 device_pool=kvcache.mamba_pool,
                 layer_mapping={0: 0},
-                **compat.transfer_layers(layers),
+                transfer_layer_id_max=layers,
                 host_evict_fn=lambda count: cache.evict_host(count, ComponentType.MAMBA),
                 device_alloc_fn=component.slots_for_load,
                 device_free_fn=component.slots.free,
@@ -219,7 +202,7 @@ class HostStack(StackStrategy):
             log.info("dsv4_sglang host cache: page names in the storage %s: %s", storage_backend, model_name)
         controller = TransferController(
             params.token_to_kv_pool_allocator,
-            compat.host_pool_group(entries),
+            HostPoolGroup(entries),
             params.page_size,
             params.tp_cache_group,
             attn_cp_group=params.attn_cp_cache_group,
@@ -229,7 +212,7 @@ class HostStack(StackStrategy):
             io_backend=memory.hicache_io_backend,
             storage_backend=storage_backend,
             model_name=model_name,
-            **compat.transfer_layers(layers),
+            transfer_layer_id_max=layers,
             **of_controller,
         )
         controller.forward_stream = cache.forward_stream
@@ -243,13 +226,13 @@ class HostStack(StackStrategy):
             "pinned" if blocks.pin_memory else "not pinned",
             memory.hicache_write_policy,
         )
-        return compat.stack_of_pools(
-            layers,
+        return StackBuildResult(
             host_pool_group=controller.mem_pool_host,
             cache_controller=controller,
             component_host_pools={ComponentType.FULL: blocks, ComponentType.MAMBA: snapshots},
             register_req_to_token_counter=True,
             pools_desc="blocks and snapshots",
+            pool_declarations=(),
         )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt.integration import compat, sglang_contract
-from dsv4_sglang.srt.integration.flag_validation import reject_release
 from dsv4_sglang.srt.integration.hooks import hooks_of
 from dsv4_sglang.srt.integration.launch_command import config_of
 from dsv4_sglang.srt.integration.launch_error import LaunchError
@@ -28,7 +28,6 @@ FUSED_STREAM_THREADS = 256
 def activate(context: ServerContext, server_args: Any) -> None:
     """Install the cache, once in a process. Raise LaunchError if SGLang lacks anything that the cache relies on."""
     config = config_of(server_args.model_path, server_args.json_model_override_args)
-    reject_release(config.get("model_type"))
     hooks = hooks_of(context, on_cpu=server_args.device == "cpu")
     sglang_contract.require([*sglang_contract.flag_differences(), *sglang_contract.hook_differences(hooks)])
     _set_environment(config)
@@ -40,8 +39,8 @@ def activate(context: ServerContext, server_args: Any) -> None:
 
 
 def warn_of_release() -> None:
-    """Log a warning if the installed release has all expected hooks but is not validated."""
-    if compat.validation() is None:
+    """Log a warning if the installed release has all expected hooks but is not the supported one."""
+    if not compat.is_supported():
         said = "dsv4_sglang: %s; its hooks are as expected, but flags that are new in it are not checked"
         log.warning(said, compat.version_note())
 
@@ -53,7 +52,7 @@ def _set_environment(config: dict[str, Any]) -> None:
         os.environ.setdefault("SGLANG_OPT_FP8_WO_A_GEMM", "0")
     hidden = config.get("hidden_size", 0)
     if hidden % (FUSED_STREAM_THREADS * (8 if hidden <= 4096 else 4)):
-        # SGLang's fused kernel of hyper-connections, on by default since 0.5.23, divides the hidden dimension of small
+        # SGLang's fused kernel of hyper-connections, on by default, divides the hidden dimension of small
         # steps into 8 or 4 parts. It counts channels twice if a part is not a multiple of its threads.
         os.environ.setdefault("SGLANG_OPT_FUSE_MHC_POST_PRE", "0")
     if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
@@ -65,7 +64,7 @@ def _declare_state() -> None:
     """Declare in SGLang's config classes of this architecture that the model has a recurrent state."""
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
 
-    for config_class in map(compat.config_class, compat.MODEL_TYPES):
+    for config_class in map(compat.config_class, ("deepseek_v4", *V41_MODEL_TYPES)):
         # Snapshots are taken at multiples of this many tokens.
         config_class.mamba_chunk_size = BLOCK
         config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))

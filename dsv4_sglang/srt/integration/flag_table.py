@@ -160,7 +160,7 @@ DENIED = (
     Denied("the state slot of a request includes the state of its draft model", "decoupled_spec_role"),
     Denied(
         "it has not been tested with speculation",
-        "speculative_token_map speculative_skip_dp_mlp_sync speculative_use_block_verification "
+        "speculative_token_map speculative_use_block_verification "
         "speculative_enable_w4a4_mxfp4_megamoe enable_multi_layer_eagle",
     ),
     Denied("draft layers use the KV format of the model", "speculative_draft_kv_cache_dtype"),
@@ -183,14 +183,14 @@ DENIED = (
     Denied("give --dp-size with --enable-dp-attention", "attn_dp_size", as_given=True),
     Denied(
         "chunks and blocks belong to one process: no context parallelism",
-        "attn_cp_size enable_prefill_cp cp_strategy enable_dsa_cache_layer_split enable_dsa_prefill_context_parallel "
-        "enable_prefill_context_parallel enable_cp_decode_attn_tp dcp_size enable_kv_cache_sharding",
+        "attn_cp_size enable_prefill_cp cp_strategy enable_dsa_cache_layer_split "
+        "enable_cp_decode_attn_tp dcp_size enable_kv_cache_sharding",
     ),
     Denied(
         "moving, replicating or recording experts has not been tested",
         "ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb "
-        "expert_distribution_recorder_mode enable_expert_distribution_metrics elastic_ep_backend "
-        "enable_elastic_expert_backup enable_waterfill ep_join_mode elastic_ep_rejoin enable_return_routed_experts "
+        "expert_distribution_recorder_mode elastic_ep_backend "
+        "enable_elastic_expert_backup enable_waterfill ep_join_mode enable_return_routed_experts "
         "kt_weight_path expert_balancedness_report_mode enable_paged_experts",
     ),
     Denied(
@@ -229,7 +229,7 @@ DENIED = (
     ),
     Denied(
         "the projections of a layer are fused and cannot be moved",
-        "cpu_offload_gb offload_group_size torchao_config weight_cache_mode startup_weight_load_mode "
+        "cpu_offload_gb offload_group_size weight_cache_mode startup_weight_load_mode "
         "checkpoint_engine_wait_weights_before_ready remote_instance_weight_loader_start_seed_via_transfer_engine",
     ),
     Denied(

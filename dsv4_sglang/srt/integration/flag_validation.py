@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
@@ -90,9 +92,10 @@ def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
         )
     if ranks < 2:
         return
-    if args.device != "cpu" and not compat.SERVES_DP_ATTENTION:
-        reason = "its exchange of tokens adds up attention since SGLang 0.5.23, which has run on CPUs only; use 0.5.17"
-        yield "--enable-dp-attention", reason
+    coordination = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION
+    if coordination.get():
+        reason = "steps in which one rank prefills and another verifies drafts are untested with it; leave it out"
+        yield f"{coordination.name} with --enable-dp-attention", reason
     if args.tp_size % ranks:
         yield f"--dp-size {ranks}", f"the {args.tp_size} processes of --tp-size are divided evenly among the ranks"
     chunk, running = args.chunked_prefill_size, args.max_running_requests
@@ -261,12 +264,6 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
         yield "a checkpoint that takes images (vision_config)", untested
 
 
-def reject_release(model_type: str | None) -> None:
-    """Raise LaunchError if the installed SGLang does not have the model."""
-    if model_type in V41_MODEL_TYPES and not compat.SERVES_V41:
-        _raise([("DeepSeek-V4.1", "SGLang has the model from 0.5.23 on; " + compat.version_note())])
-
-
 def _raise(found: Iterable[tuple[str, str]]) -> None:
     if lines := [f"{what} is not supported: {reason}" for what, reason in found]:
         raise LaunchError(*lines)
@@ -325,7 +322,7 @@ def reject_for_machine(args: Any) -> None:
             f"`pip install {STORAGE_PACKAGES[storage]}`, or give file"
         )
     variable, default = FOLDERS.get(storage, ("", ""))
-    # SGLang 0.5.23 also reads a folder of `file` from the configuration, which FileStorage checks.
+    # SGLang also reads a folder of `file` from the configuration, which FileStorage checks.
     if variable and (os.environ.get(variable) or args.hicache_storage_backend_extra_config is None):
         named = os.environ.get(variable, "")
         for folder in named.split(",") if storage == "nixl" else [named]:

@@ -13,8 +13,7 @@ from dsv4_sglang.srt.attention import prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
 from dsv4_sglang.srt.features import collectives, disaggregation, integrity, sleep
-from dsv4_sglang.srt.host_cache import namespaces
-from dsv4_sglang.srt.integration import compat, request_validation, tokenizer_workers
+from dsv4_sglang.srt.integration import compat, request_validation, start_progress, tokenizer_workers
 from dsv4_sglang.srt.integration.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.integration.sglang_contract import Hook
 from dsv4_sglang.srt.integration.startup_check import build_or_reject
@@ -23,7 +22,8 @@ from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 SRT = "sglang.srt."
 _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _PREFILL_GRAPHS = SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
-# Hooks by reason: target -> function. A target is empty if the installed release needs no hook.
+_DECODE_GRAPHS = SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
+# Hooks by reason: target -> function.
 Table = dict[str, dict[str, Callable[..., Any]]]
 
 
@@ -37,14 +37,11 @@ def always_cache(self: Any, req: Any, result: Any, i: int) -> bool:
     return True
 
 
-# Hooks that separate the tenants of a storage.
-NAMESPACES: Table = {
-    "keys of stored pages are hashes of tokens only, so tenants would share pages; the root has no tenant": {
-        compat.HASH_PAGES: namespaces.hash_pages,
-        compat.LOOK_UP_PAGES: namespaces.look_up,
-        compat.PREFETCH_NAMESPACE: namespaces.of_anchor,
-    },
-}
+def with_our_backend(original: Callable[..., Any], **arguments: Any) -> Any:
+    """AROUND `compat.DSPARK_BACKEND`: give DSPARK's draft model the backend of this package."""
+    return original(**{**arguments, "attention_backend_override": BACKEND})
+
+
 # Hooks of the option `integrity_check`.
 INTEGRITY_CHECK: Table = {
     "/server_info is the only request of SGLang that reaches all processes and returns their answers": {
@@ -65,6 +62,10 @@ ALWAYS: Table = {
     "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly": {
         _PREFILL_GRAPHS + "can_replay_locally": prefill_graphs.fits
     },
+    "the log of a long start says how many graphs are recorded": {
+        _PREFILL_GRAPHS + "capture_one_shape": start_progress.note_graph,
+        _DECODE_GRAPHS + "capture_one_shape": start_progress.note_graph,
+    },
     "snapshots are taken at other lengths than in SGLang, into slots of the snapshot pool": {
         compat.TRACK_REQUEST: snapshot_schedule.plan_request
     },
@@ -84,11 +85,8 @@ ALWAYS: Table = {
     "snapshots of a verify step are complete after the draft model has processed the accepted tokens": {
         compat.DRAFT_EXTEND: speculation.take_snapshots
     },
-    "the state slot contains the draft model's state; SGLang would save or send the shared pool twice": {
-        compat.DRAFT_KV_POOL: speculation.no_draft_pool
-    },
     "DSPARK's stages use the window rings of this cache; SGLang would select the backend of its own pool": {
-        compat.DSPARK_BACKEND: compat.with_dspark_backend(BACKEND)
+        compat.DSPARK_BACKEND: with_our_backend
     },
     "the context of DSPARK's stages is stored in the window rings, and completes the snapshots of a step": {
         compat.WRITE_CONTEXT: speculation.write_context
@@ -96,8 +94,8 @@ ALWAYS: Table = {
     "a finished request is inserted up to its last snapshot; SGLang would insert a state with all drafts": {
         compat.MAY_CACHE_FINISHED: always_cache
     },
-    "a finished save frees memory, and a chunked prompt has its slot; SGLang lets requests wait until one ends": {
-        SRT + "managers.scheduler.Scheduler.get_new_batch_prefill": snapshot_schedule.recheck_queue
+    "a finished save frees memory for waiting requests; SGLang lets them wait until a running one ends": {
+        SRT + "managers.scheduler.Scheduler.get_new_batch_prefill": snapshot_schedule.note_running_batch
     },
     "a retraction that frees memory must be distinguished from a retraction of all requests": {
         SRT + "managers.schedule_batch.ScheduleBatch.release_req": snapshot_schedule.retract_for_memory
@@ -111,17 +109,11 @@ ALWAYS: Table = {
     "a message that the scheduler cannot decode, or a value out of bounds such as a token id, crashes it": {
         compat.SEND_TO_SCHEDULER: request_validation.check_message
     },
-    "the server crashes if a request with token_ids_logprob is decoded together with one without": {
-        compat.LOGPROBS_OF_TOKENS: compat.tensors_of_logprobs
-    },
     "the workers of --tokenizer-worker-num accept requests but do not load SGLang's plugins": {
         SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": tokenizer_workers.share_plugins
     },
     "uvicorn would ignore SIGQUIT, with which a failing scheduler ends the server": {
         "uvicorn.supervisors.multiprocess.Multiprocess.__init__": tokenizer_workers.keep_quit_handler
-    },
-    "the output of attention is already summed over an attention rank; SGLang would sum it again": {
-        SRT + "layers.dp_attention.dp_gather_partial": collectives.gather_replicated
     },
     "SGLang clears its input, for example token ids, in all but one process of an attention rank": {
         SRT + "layers.dp_attention.dp_gather_replicate": collectives.gather_from_copy
@@ -146,7 +138,7 @@ ALWAYS: Table = {
             _UPDATER + f"update_weights_from_{way}": sleep.update_weights
             for way in ("disk", "distributed", "tensor", "ipc")
         },
-        compat.END_WEIGHT_UPDATE: sleep.end_update,
+        _UPDATER + "end_weight_update": sleep.end_update,
     },
     "an entry is key and value at once; SGLang would take half of the buffers as keys and the others as values": {
         SRT + "disaggregation.utils.is_mla_backend": disaggregation.is_mla
@@ -171,9 +163,6 @@ def _of_context(context: ServerContext) -> Table:
         },
         "flags that SGLang derives from others are checked after it has resolved them": {
             compat.FLAGS_RESOLVED: context.resolved
-        },
-        "snapshots are taken into extra slots, which SGLang allows for a fixed list of architectures only": {
-            compat.ALLOW_EXTRA_BUFFER: context.extra_buffer
         },
         "window entries are part of the state of a request, not pages of a second pool": {
             SRT + "configs.model_config.is_hybrid_swa_model": context.is_hybrid_swa
@@ -223,13 +212,12 @@ def _without_gpu(context: ServerContext) -> Table:
             "torch.Tensor.record_stream": without_gpu.ignore_stream
         },
         "V4.1 collapses its residual streams with it after the last layer; SGLang has a GPU kernel only": {
-            compat.COLLAPSE_STREAMS: collapse_flat
+            "sglang.kernels.ops.layernorm.mhc.mhc_combine": collapse_flat
         },
         "SGLang pins host memory, for example in ScheduleBatch.prepare_for_decode, which needs a GPU": {
-            compat.ALLOCATE_GRAMMAR_MASK: grammar.allocate_mask,
             "torch.Tensor.pin_memory": without_gpu.keep_pageable,
             "torch.tensor": without_gpu.make_pageable_tensor,
-            compat.KV_SENDER: disaggregation.allow_pageable_indices,
+            SRT + "disaggregation.common.conn.CommonKVSender.__init__": disaggregation.allow_pageable_indices,
         },
         "SGLang has GPU kernels only, and the server would crash": {
             SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": grammar.apply_mask_of_grammar
@@ -249,13 +237,12 @@ def _without_gpu(context: ServerContext) -> Table:
 
 
 def rows(*tables: Table) -> tuple[Hook, ...]:
-    """Return the hooks of tables, without those that the installed release does not need."""
+    """Return the hooks of tables."""
     return tuple(
         Hook(target, function, reason)
         for table in tables
         for reason, hooks in table.items()
         for target, function in hooks.items()
-        if target
     )
 
 
@@ -264,7 +251,6 @@ def hooks_of(context: ServerContext, on_cpu: bool) -> tuple[Hook, ...]:
     return rows(
         _of_context(context),
         ALWAYS,
-        NAMESPACES,
         INTEGRITY_CHECK if context.options.integrity_check else {},
         _without_gpu(context) if on_cpu else {},
     )

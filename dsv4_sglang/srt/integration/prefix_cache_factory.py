@@ -8,7 +8,6 @@ from typing import Any
 from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import BlockComponent, SnapshotComponent
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
@@ -36,5 +35,5 @@ def build_prefix_cache(ctx: Any, interval: int) -> Any:
         cache = PrefixCache(ctx.params)
     if ctx.params.enable_kv_cache_events:
         cache.events = PrefixEvents()
-        compat.record_events(cache.tree_core, cache.events)
+        cache.tree_core.kv_events = cache.events
     return cache

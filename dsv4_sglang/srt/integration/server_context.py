@@ -93,10 +93,6 @@ class ServerContext:
         if args.device == "cpu" and args.speculative_algorithm is not None:
             log.warning(GREEDY_ON_CPU, args.speculative_algorithm)
 
-    def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
-        """Allow extra state slots for this architecture."""
-        return model_arch == ARCHITECTURE or original(view, model_arch)
-
     def is_hybrid_swa(
         self, original: Callable[..., bool], model_architectures: list[str], *args: Any, **kwargs: Any
     ) -> bool:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
-from dsv4_sglang.srt.integration import compat, sglang_contract
+from dsv4_sglang.srt.integration import compat, sglang_contract, start_progress
 from dsv4_sglang.srt.integration.launch_error import ending_with_the_reason
 
 
 @ending_with_the_reason()
 def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
-    """AROUND `Scheduler.init_model_worker`, which loads the model and builds the pools. First check that the private
-    methods that this package overrides still exist."""
+    """AROUND `Scheduler.init_model_worker`, which loads the model, builds the pools and records graphs.
+
+    First check that the private methods that this package overrides still exist. One process logs the progress.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
     sglang_contract.require(sglang_contract.override_differences())
-    original(scheduler)
+    with start_progress.logged() if get_parallel().tp_rank == 0 else nullcontext():
+        original(scheduler)
 
 
 def check_started(scheduler: Any) -> None:

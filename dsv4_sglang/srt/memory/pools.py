@@ -177,7 +177,10 @@ class StateReqToTokenPool(HybridReqToTokenPool):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        compat.fill_request_pool(self, arguments["device"])
+        # A prefill step reads it: the slots of track positions. `snapshot_schedule` discards the result.
+        self.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros(
+            (self.req_to_token.shape[0], 2), dtype=torch.int64, device=arguments["device"]
+        )
         params: StateParams = arguments["cache_params"]
         if params.snapshots:
             self.mamba_ckpt_pool = SnapshotSlots(

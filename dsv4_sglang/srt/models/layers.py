@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32
 from sglang.srt.environ import envs
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.layernorm import RMSNorm
@@ -38,7 +39,7 @@ from dsv4_sglang.srt.integration import compat
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x @ weight.T with an fp32 result: `[T, in]`, `[out, in]` to `[T, out]`."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-        return compat.linear_bf16_fp32()(x, weight)
+        return linear_bf16_fp32(x, weight)
     return F.linear(x.float(), weight.float())
 
 

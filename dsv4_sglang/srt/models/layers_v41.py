@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4.1 as SGLang builds them since 0.5.23, with their attention replaced. For a CPU only.
+"""Layers of DeepSeek-V4.1 as SGLang builds them, with their attention replaced. For a CPU only.
 
 SGLang uses V4's class for the model. Differences from V4: only few layers have a compressor and an indexer. The query
 is not normalised per head. A sublayer collapses the residual streams with weights that the previous sublayer computed,

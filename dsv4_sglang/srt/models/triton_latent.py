@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4_sglang.attention.tensor_checks import FLOATS, TensorChecker
 from dsv4_sglang.formats.kv_entries import FP8_MAX
 
 GROUP = 128  # channels that share a scale
@@ -44,8 +45,14 @@ def norm_and_quantise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Te
     Returns:
         e4m3 codes [T, dim] and fp32 scales [T, dim / 128], the largest magnitude of 128 channels over 448. The scales
         are column-major, with columns aligned to 16 bytes.
+
+    Raises:
+        ValueError: a tensor has another dtype, shape, stride or device than the kernel reads.
     """
     tokens, dim = x.shape
+    check = TensorChecker("norm_and_quantise", x.device)
+    check.tensor("x", x, FLOATS, (None, dim // GROUP * GROUP), dense_from=1)
+    check.tensor("weight", weight, FLOATS, (dim,))
     rows = -(-tokens // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
     codes = torch.empty(tokens, dim, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(dim // GROUP, rows, dtype=torch.float32, device=x.device)

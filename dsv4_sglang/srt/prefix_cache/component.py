@@ -128,7 +128,7 @@ class SnapshotComponent(MambaComponent):
     def begin(self, req: Req) -> None:
         """Start a request, or restart it after a retraction. It resumes from the tree node that it holds."""
         setattr(req, PENDING, [])
-        registry, resumed = self.slots.registry, compat.prefix_len(req)
+        registry, resumed = self.slots.registry, req.prefix_len
         registry.tick()
         if (slot := self._slot(self.tree_core.node_by_id(req.last_node))) is not None:
             self.metrics.observe("reuse_interval_requests", registry.use(slot), metrics.HIT)
@@ -162,7 +162,7 @@ class SnapshotComponent(MambaComponent):
         """
         if getattr(req, PENDING, None) is None:
             self.begin(req)
-        begin, end = compat.prefix_len(req), compat.extend_end(req)
+        begin, end = req.prefix_len, req.extend_end
         setattr(req, REACHED, end)
         due = due_in_prefill(
             begin,
@@ -221,7 +221,7 @@ class SnapshotComponent(MambaComponent):
         pending = getattr(req, PENDING, None)
         if pending is None:
             return 0
-        known = compat.committed_len(req)
+        known = req.kv.kv_committed_len
         begin = min(getattr(req, REACHED), known + draft_tokens)
         setattr(req, REACHED, begin + draft_tokens)
         if len(pending) > 1 and pending[-1].length <= known:
@@ -273,7 +273,7 @@ class SnapshotComponent(MambaComponent):
         that queued requests hold no slot."""
         if params.cow_mamba and params.req is not None:
             slot = self._slot(self.tree_core.node_by_id(result.last_device_node))
-            held = compat.held(params.req)
+            held = params.req.kv
             held.mamba_cow_src_index = None if slot is None else self.slots.device_index(slot)
             held.mamba_needs_clear = False
         return result
@@ -283,7 +283,7 @@ class SnapshotComponent(MambaComponent):
     ) -> int | None:
         """Return the length to insert: that of the last pending snapshot, which the insertion attaches."""
         pending = getattr(req, PENDING, None) or []
-        reached = [p for p in pending if compat.held(req).cache_protected_len < p.length <= token_ids_len]
+        reached = [p for p in pending if req.kv.cache_protected_len < p.length <= token_ids_len]
         if not reached:
             return 0
         insert_params.mamba_value = self.slots.node_value(reached[-1].slot)
@@ -343,7 +343,7 @@ class SnapshotComponent(MambaComponent):
             self.cache.req_to_token_pool.free_mamba_cache(req)
         else:
             setattr(req, PENDING, left)
-        compat.held(req).mamba_last_track_seqlen = None
+        req.kv.mamba_last_track_seqlen = None
         if len(req.output_ids) and (cache := getattr(req, WAITING, None)):
             setattr(req, WAITING, None)
             self.metrics.observe("first_token_seconds", compat.seconds_since_created(req), cache)
@@ -359,7 +359,7 @@ class SnapshotComponent(MambaComponent):
                 mamba_value=self.slots.node_value(slot),
                 # The path is in the tree already, so none of its blocks is a duplicate to free.
                 prev_prefix_len=length,
-                **compat.inserted_before(length),
+                inserted_len=length,
             )
         )
         return not result.mamba_exist
@@ -385,13 +385,20 @@ class SnapshotComponent(MambaComponent):
                 stack.extend(at.children.values())
         return found
 
-    def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        device_frees: Any,
+        host_frees: Any,
+        cache_actions: Any,
+        target: EvictLayer = EvictLayer.DEVICE,
+    ) -> tuple[int, int]:
         note_change(self.cache, node)
-        target, slot = compat.evicted_layers(*arguments, **named), self._slot(node)
+        slot = self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
             self._on_device_eviction(node, slot, target)
             self.metrics.add("snapshots_evicted", value=self._evicting)
-        freed = super().evict_component(node, *arguments, **named)
+        freed = super().evict_component(node, device_frees, host_frees, cache_actions, target)
         self._refresh_leaf(node)
         return freed
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.utils import compute_node_hash_values, hash_str_to_int64
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
 
 MEDIA = (StorageMedium.GPU, StorageMedium.CPU)
 
@@ -29,7 +29,8 @@ class PrefixEvents:
 
     def __init__(self) -> None:
         self.announced: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
-        self._queue = compat.event_queue(BLOCK)
+        # It joins the events of consecutive blocks.
+        self._queue = KVCacheEventRecorder(enabled=True, page_size=BLOCK)
         # Changed nodes and their hashes at the time of the change: a node may be split or removed before `take`.
         self._changed: dict[Any, list[int]] = {}
 
@@ -45,7 +46,7 @@ class PrefixEvents:
         self._changed.clear()
         for announced in self.announced.values():
             announced.clear()
-        self._queue.add(AllBlocksCleared())
+        self._queue.enqueue(AllBlocksCleared())
 
     def take(self) -> list[Any]:
         """Return the events since the previous call."""
@@ -56,7 +57,7 @@ class PrefixEvents:
 
     def changed(self, node: Any) -> None:
         """Note that blocks or the snapshot of `node` are added or removed. The node must still be in the tree."""
-        if node.parent is None or not compat.is_public(node.key):
+        if node.parent is None or not is_public(node.key):
             return
         if node.hash_value is None:
             node.hash_value = compute_node_hash_values(node, BLOCK)
@@ -95,10 +96,10 @@ class PrefixEvents:
                 if node in present:
                     wanted.update({name: (node, i) for i, name in enumerate(hashes)})
         if gone := sorted(name for name in touched if name in announced and name not in wanted):
-            self._queue.add(BlockRemoved(block_hashes=gone, medium=medium))
+            self._queue.enqueue(BlockRemoved(block_hashes=gone, medium=medium))
         for name, (node, i) in wanted.items():
             if name not in announced:
-                self._queue.add(_stored(node, i, medium))
+                self._queue.enqueue(_stored(node, i, medium))
         announced.difference_update(gone)
         announced.update(wanted)
 
@@ -131,6 +132,11 @@ class PrefixEvents:
         return any(last in announced for announced in self.announced.values())
 
 
+def is_public(key: Any) -> bool:
+    """Return True if requests without `extra_key` and `cache_salt` find the blocks of this key of the tree."""
+    return key.extra_key is None and key.cache_salt is None
+
+
 def has_snapshot(node: Any) -> bool:
     """Return True if the device or the host has a snapshot of the state at the node's end."""
     data = node.component_data[ComponentType.MAMBA]
@@ -160,7 +166,7 @@ def announced_by_rule(root: Any) -> dict[StorageMedium, set[int]]:
         if has_snapshot(node) or any(child in resumable for child in node.children.values()):
             resumable.add(node)
             for medium in MEDIA:
-                if compat.is_public(node.key) and on_medium(node, medium):
+                if is_public(node.key) and on_medium(node, medium):
                     found[medium].update(_hashes(node))
     return found
 

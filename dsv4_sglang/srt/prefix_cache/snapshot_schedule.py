@@ -123,24 +123,19 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
     inserted.
     """
     for_memory = vars(req).pop(KEEP, False)
-    compat.release_retracted(original, req, tree_cache, for_memory, *arguments, **named)
+    if for_memory and req.kv.holds_kv:
+        req.refresh_fill_ids()
+        tree_cache.checkpoint(req, up_to=req.owned_kv_len())
+    original(req, tree_cache, *arguments, **named)
     if for_memory and isinstance(tree_cache, PrefixCache):
         tree_cache.retracted(req)
 
 
-def recheck_queue(
+def note_running_batch(
     original: Callable[..., Any], scheduler: Any, running_batch: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """AROUND `Scheduler.get_new_batch_prefill`, which skips the queue while the batch is marked as full
-    (`batch_is_full`). The mark is cleared when a request ends or the prefix cache frees memory.
-
-    This hook also clears it if it was set while a chunked prefill was running. SGLang 0.5.17 counts that request among
-    those that need a slot although it has one, and would leave the last slot empty.
-    """
-    in_chunks = scheduler.chunked_req is not None
+    """AROUND `Scheduler.get_new_batch_prefill`, which skips the queue while the batch is marked as full: tell the
+    prefix cache the batch, whose mark (`batch_is_full`) it clears when it frees memory."""
     if isinstance(scheduler.tree_cache, PrefixCache):
         scheduler.tree_cache.running_batch = running_batch
-    plan = original(scheduler, running_batch, *arguments, **named)
-    if in_chunks:
-        plan.running_batch.batch_is_full = False
-    return plan
+    return original(scheduler, running_batch, *arguments, **named)
