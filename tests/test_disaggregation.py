@@ -9,9 +9,11 @@ import ctypes
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from threading import Thread
+from threading import Event, Semaphore, Thread, active_count
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,18 +241,64 @@ def prefill_server() -> Iterator[tuple[str, zmq.Socket[bytes]]]:
 
 def test_a_prefill_server_is_told_for_as_long_as_a_request_may_wait_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may arrive at the prefill server after its end here, and that server may be unreachable for a while."""
-    waits: list[float] = []
-    told: list[set[int]] = []
+    now = 1000.0
+    monkeypatch.setattr(disaggregation, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "90")
+    notice, told = disaggregation._Notice.of(Manager("a:1"), {7}), []
+    while notice.rooms:
+        now = notice.due
+        told.append(now - 1000)
+        notice.wait_again()
+    assert told[:4] == [0, 0.5, 2.5, 10.5]
+    assert 90 <= told[-1] <= 90 + 30 and max(b - a for a, b in pairwise(told)) <= 30
+
+
+def test_addresses_of_requests_bound_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client names many prefill servers, none of which answers, and many requests of one of them."""
+    begun, go_on = Semaphore(0), Event()
 
     def notify(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
-        told.append(rooms)
+        begun.release()
+        go_on.wait()
         raise requests.ConnectionError
 
-    monkeypatch.setattr(disaggregation, "time", SimpleNamespace(sleep=waits.append))
+    def mismatch(manager: Any, bootstrap_addr: str) -> bool:
+        raise RuntimeError("KV cache dtype mismatch")
+
     monkeypatch.setattr(disaggregation, "_notify_prefill_server", notify)
+    monkeypatch.setattr(disaggregation, "_rejected", {})
+    monkeypatch.setattr(disaggregation, "_notifier", notifier := disaggregation.FailureNotifier())
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "-30")  # no repetition
+    threads = active_count()
+    for address in [f"{i}:1" for i in range(300)]:
+        disaggregation.reject_other_caches(mismatch, Manager(address), address)
+    for _ in range(disaggregation.MAX_THREADS):
+        assert begun.acquire(timeout=60)
+    assert active_count() - threads == disaggregation.MAX_THREADS
+    assert len(notifier._notices) == len(disaggregation._rejected) == disaggregation.MAX_ADDRESSES
+    assert "299:1" in notifier._notices and "299:1" in disaggregation._rejected, "the newest ones are kept"
+    for first in range(0, 3 * disaggregation.MAX_ROOMS, 1000):
+        notifier.add(Manager("299:1"), "299:1", range(first, first + 1000))
+    assert len(notifier._notices["299:1"].rooms) == disaggregation.MAX_ROOMS
+    go_on.set()
+    for _ in range(disaggregation.MAX_ADDRESSES):
+        assert begun.acquire(timeout=60)
+    for thread in enumerate_threads():
+        if getattr(thread, "_target", None) == notifier._run:
+            thread.join(60)
+    assert active_count() == threads and not notifier._notices, "threads end when there is nothing to do"
+
+
+def test_a_rejected_address_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(disaggregation, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(disaggregation, "_rejected", {})
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "90")
-    disaggregation._notify_of_failures(Manager("a:1"), "a:1", {7})
-    assert sum(waits) >= 90 and max(waits) <= 30 and told == [{7}] * len(waits)
+    disaggregation._remember("a:1", "another cache")
+    manager = Manager("a:1")
+    for room, clock.now in ((1, 1120.0), (2, 1121.0), (3, 1000.0)):
+        disaggregation.record_failure_reason(lambda *_: None, object(), manager, "a:1", room)
+    assert list(manager.failures) == [1]
 
 
 def test_requests_of_another_cache_fail(
@@ -258,6 +306,7 @@ def test_requests_of_another_cache_fail(
 ) -> None:
     """A request fails on both servers. The decode server notifies the prefill server more than once."""
     monkeypatch.setattr(disaggregation, "FIRST_NOTIFICATIONS", (0, 0.01))
+    monkeypatch.setattr(disaggregation, "_rejected", {})
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "0")
 
     def mismatch(manager: Any, bootstrap_addr: str) -> bool:
@@ -294,6 +343,8 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     others = [name(torch.bfloat16), name(model=pro), name(ranks=4), name(drafts=4), name(sm100=True)]
     others += [name(indexer_format="nvfp4")]
+    # A model with the same bytes per block and slot, and other contents.
+    others.append(name(model=replace(flash, rope_theta=2 * flash.rope_theta)))
     # Options that may differ between the servers.
     assert name(snapshot_interval=128, max_snapshots=9) == name()
     monkeypatch.setattr(disaggregation, "__version__", "9.9")

@@ -61,17 +61,32 @@ def test_every_cited_section_of_the_specification_exists() -> None:
     assert not sorted(c for c in cited if c[0] not in known)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_relative_links_resolve(page: Path) -> None:
+def broken_links(page: Path) -> list[str]:
+    """Return the relative links and images of a page whose target or anchor does not exist."""
     broken = []
     for match in LINK.finditer(page.read_text()):
-        path, _, anchor = (match[1] or match[1]).partition("#")
+        path, _, anchor = (match[1] or match[2]).partition("#")
         if re.match(r"[a-z]+:", path):
             continue
         target = page.parent / path if path else page
         if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(match[0])
-    assert not broken
+            broken.append(path or anchor)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_relative_links_resolve(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_broken_links_and_images_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# A title\n")
+    page = tmp_path / "page.md"
+    sound = '[a](there.md) ![b](there.md) [c](there.md#a-title) [d](https://x/y) <img src="there.md">'
+    page.write_text(
+        f'{sound} [e](gone1) ![f](gone2) <img a="" src="gone3"> <source srcset="gone4"> [g](#gone5) [h](there.md#b)'
+    )
+    assert broken_links(page) == ["gone1", "gone2", "gone3", "gone4", "gone5", "there.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

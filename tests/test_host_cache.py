@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +15,16 @@ import torch
 from fake_streams import Stream
 from host_cache_harness import OPERATIONS, WITH_BLOCKS, HostCacheServer
 from prefix_tree_server import BLOCK, TIMES, without_a_server
+from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
 from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt.host_cache import cache as host_cache
-from dsv4_sglang.srt.host_cache.pools import HostBlocks
+from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import FileStorage
 from dsv4_sglang.srt.host_cache.transfers import TransferController
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.memory import copy_timer
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
@@ -503,6 +505,87 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
         server.cache.check_hicache_events()
     assert not batch.batch_is_full
     server.check()
+
+
+@pytest.mark.parametrize("pool", [HostBlocks, HostSnapshots])
+def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPatch, pool: type[HostRows]) -> None:
+    """It ends the scheduler, as a step does that cannot be launched. It is not taken for a copy that was made."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0))
+    server._make_room(20)
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(pool, "load", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.start(prompt(0))
+    monkeypatch.setattr(pool, "save", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.serve(prompt(1))
+
+
+def test_a_snapshot_that_leaves_both_places_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device and the host evict it at once. One that leaves the device alone is on the host."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=40)
+    component, slots = server.component, server.component.slots
+    for line, target in ((0, EvictLayer.DEVICE), (1, EvictLayer.ALL), (2, EvictLayer.HOST)):
+        server.serve(prompt(line, blocks=3))
+        (slot,) = (place for place, node in slots.nodes.items() if server.tokens_of(node)[0] == 100 * line + 1)
+        node = slots.nodes[slot]
+        assert slots.registry.copied[slot] and slots.registry.held[slot]
+        component.evict_component(node, defaultdict(list), defaultdict(list), [], target=target)
+        places = [place for place, of in slots.nodes.items() if of is node]
+        assert [place > slots.registry.capacity for place in places] == {1: [True], 3: [], 2: [False]}[target]
+        assert all(slots.registry.held[place] for place in places) and slots.registry.held.sum() == len(slots.nodes)
+        assert target is not EvictLayer.HOST or not slots.registry.copied[slot], "it would be saved again"
+
+
+def test_a_save_evicts_nothing_of_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is full with the first part of a conversation, whose end needs more blocks than are free."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=40, host_blocks=8)
+    cache, slots = server.cache, server.component.slots
+    server.serve(prompt(0, blocks=6))
+    server.serve(prompt(0, blocks=10))
+    held = cache.full_kv_pool_host.held, cache.mamba_pool_host.held
+    assert held == (8, 3), "the snapshots at 4, 6 and 8 blocks"
+    (end,) = (node for node in slots.nodes.values() if len(server.tokens_of(node)) == 10 * BLOCK)
+    slots.registry.use(slots.id_of(end))
+    cache.save_now(end)
+    server.settle()
+    assert (cache.full_kv_pool_host.held, cache.mamba_pool_host.held) == held
+    assert not slots.registry.copied[slots.id_of(end)]
+    server.check()
+    server.check_contents()
+    server._make_room(40)
+    assert server.serve(prompt(0, blocks=6)) == 6 * BLOCK and not server.wrong
+
+
+def test_metrics_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte, token and eviction counts once. On a CPU a copy takes one reading of this clock."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=12, host_snapshots=4)
+    clock = iter(range(1_000_000))
+    monkeypatch.setattr(copy_timer, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    metrics, cache = server.component.metrics, server.cache
+    rows = cache.full_kv_pool_host.row_bytes, cache.mamba_pool_host.row_bytes
+    server.serve(prompt(0, blocks=3))
+    saved = 3 * rows[0] + rows[1]
+    assert metrics.total("host_saved_bytes") == saved and metrics.total("host_save_seconds") == 1
+    assert metrics.total("host_saved_bytes") == saved, "it is asked for again"
+    assert metrics.states()["host_tokens"] == 3 * BLOCK and metrics.states()["host_snapshots"] == 1
+    assert metrics.states()["host_capacity_tokens"] == 12 * BLOCK and metrics.states()["host_snapshot_capacity"] == 4
+    server._make_room(20)
+    assert server.serve(prompt(0, blocks=3)) == 3 * BLOCK
+    assert metrics.total("host_loaded_bytes") == saved and metrics.total("host_load_seconds") == 1
+    assert metrics.total("hit_tokens", "host") == 3 * BLOCK and metrics.total("hit_tokens", "device") == 0
+    assert server.serve(prompt(0, blocks=3)) == 3 * BLOCK
+    assert metrics.total("hit_tokens", "host") == metrics.total("hit_tokens", "device") == 3 * BLOCK
+    assert metrics.total("host_saved_bytes") == saved, "nothing was saved again"
+    server._make_room(20)
+    assert cache.evict_host(BLOCK) == 3 * BLOCK
+    assert metrics.total("host_snapshots_evicted", "blocks") == 1 == metrics.total("host_snapshots_evicted")
+    assert metrics.states()["host_tokens"] == 0 == metrics.states()["host_snapshots"]
+    assert metrics.total("host_saves_skipped") == 0 == metrics.total("host_loads_failed")
 
 
 def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,30 @@ def test_a_report_does_not_grow_with_a_leak(server: HostCacheServer, monkeypatch
     assert pools["host block"]["cached"] == 9
 
 
+def test_audits_take_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks all the time gets the last report with its age until the next audit is due."""
+    now, audits = 100.0, 0
+
+    def audit_of_two_seconds(scheduler: Any) -> dict[str, Any]:
+        nonlocal now, audits
+        now, audits = now + 2, audits + 1
+        return {"seconds": 2, "audit": audits}
+
+    monkeypatch.setattr(integrity, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(integrity, "report", audit_of_two_seconds)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    scheduler = SimpleNamespace(attn_tp_cpu_group=None)
+    seen = []
+    for _ in range(10):
+        output = integrity.add_reports(lambda *_: SimpleNamespace(internal_state={}), scheduler, None)
+        (report,) = output.internal_state[integrity.KEY]
+        seen.append((report["audit"], report["age_seconds"]))
+        now += 6
+    torch.distributed.destroy_process_group()
+    assert seen == [(1, 2), (1, 8), (1, 14), (2, 2), (2, 8), (2, 14), (3, 2), (3, 8), (3, 14), (4, 2)]
+
+
 def test_many_owners_are_counted() -> None:
     pool = Pool("block", range(1, 3))
     for i in range(9):

@@ -196,6 +196,15 @@ def test_exponent_of_a_row(host):
     assert torch.equal(host("host_row_exponent", x), expected.float())
 
 
+def test_what_is_not_finite_has_the_scale_nan(host):
+    """NaN of ue8m0 (255) and of e4m3 (0x7F): an entry with such a scale reads as NaN."""
+    x = torch.tensor([float("nan"), -float("nan"), float("inf")])
+    assert host("host_row_exponent", x).tolist() == [255] * 3
+    assert kv_entries.ceil_pow2_exponent(x.abs()).tolist() == [255] * 3
+    assert host("host_nvfp4_scale", x).tolist() == [127, 127, 126]
+    assert host("host_e4m3", x).int().bitwise_and(127).tolist() == [127, 127, 126]
+
+
 def test_scales_of_keys(host):
     x = all_bf16()
     x = x[(x >= 0) & (x < 2.0**100)]

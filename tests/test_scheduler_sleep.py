@@ -27,6 +27,8 @@ from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 class Spoiling:
     """Fake of SGLang's torch_memory_saver adapter, which does nothing on a CPU."""
 
+    enabled = True
+
     def __init__(self, server: InProcess) -> None:
         blocks = server.scheduler.token_to_kv_pool_allocator.get_kvcache().full_kv_pool
         self.memory = [server.pools.req_to_token, *server.storage.allocations]

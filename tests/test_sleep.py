@@ -26,6 +26,7 @@ from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.features import sleep
+from dsv4_sglang.srt.integration.control_requests import FatalError
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -288,6 +289,7 @@ class Scheduler:
             flush_cache=self.flush,
             tp_cpu_group=None,
             draft_worker=None,
+            memory_saver_adapter=SimpleNamespace(enabled=True),
             tp_worker=SimpleNamespace(model_runner=runner),
         )
 
@@ -295,6 +297,10 @@ class Scheduler:
         assert not self.waiting_queue and not self.grammar_manager.grammar_queue, "a flush while requests wait"
         self.flushed += 1
         return self.server.flush()
+
+    def is_fully_idle(self) -> bool:
+        assert not self.waiting_queue and not self.grammar_manager.grammar_queue
+        return self.disaggregation_mode is DisaggregationMode.NULL
 
     def pause_generation(self, recv_req: Any) -> None:
         assert recv_req.mode == "retract"
@@ -374,7 +380,44 @@ def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch)
         assert not answer.success and "/resume_memory_occupation with the tag weights first" in answer.message
 
 
+def test_no_update_while_requests_run_that_cannot_be_retracted(tree: pytest.MonkeyPatch) -> None:
+    """On a decode server the cache of the old weights could not be flushed after the update."""
+    scheduler = Scheduler(HostCacheServer(tree, seed=6))
+    scheduler.disaggregation_mode = DisaggregationMode.DECODE
+    for request in REQUESTS:
+        with pytest.raises(ValueError, match="while requests run on a server with --disaggregation-mode decode"):
+            sleep.update_weights(print, scheduler.weight_updater, request)
+    assert not scheduler.flushed and [req.rid for req in scheduler.waiting_queue] == ["waits"]
+
+
+def test_a_cache_that_cannot_be_flushed_is_fatal(tree: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(HostCacheServer(tree, seed=6))
+    scheduler.weight_updater.flush_cache = lambda empty_cache: False
+    with pytest.raises(FatalError):
+        sleep.update_weights(lambda updater, request: None, scheduler.weight_updater, REQUESTS[0])
+
+
 # Scheduling while memory is released
+
+
+def test_nothing_is_paused_without_a_memory_saver(tree: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(HostCacheServer(tree, seed=8))
+    scheduler.weight_updater.memory_saver_adapter.enabled = False
+    with pytest.raises(ValueError, match="started without --enable-memory-saver"):
+        sleep.release_memory(print, scheduler.weight_updater, io_struct.ReleaseMemoryOccupationReqInput())
+    assert not scheduler._engine_paused and not scheduler.retracted
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_release_that_fails_pauses_nothing(tree: pytest.MonkeyPatch, paused: bool) -> None:
+    def fail(updater: Any, recv_req: Any) -> None:
+        raise RuntimeError("not idle")
+
+    scheduler = Scheduler(HostCacheServer(tree, seed=8))
+    scheduler._engine_paused = paused
+    with pytest.raises(RuntimeError, match="not idle"):
+        sleep.release_memory(fail, scheduler.weight_updater, io_struct.ReleaseMemoryOccupationReqInput())
+    assert scheduler._engine_paused == paused
 
 
 @pytest.mark.parametrize("paused", [False, True])

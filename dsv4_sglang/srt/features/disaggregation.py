@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from threading import Thread
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, repeat
+from threading import Condition, Thread
 from typing import Any
 
 import requests
@@ -30,8 +32,11 @@ log = logging.getLogger(__name__)
 
 # Delays in seconds before the first notifications of a prefill server about failed requests, and between later ones.
 FIRST_NOTIFICATIONS, NOTIFICATION_INTERVAL = (0, 0.5, 2, 8), 30
-# Prefill servers that this process has rejected: address -> reason.
-_rejected: dict[str, str] = {}
+# An address comes from a request, so a client may name many. Limits of the addresses that this process remembers, of
+# the requests that one of them is notified of, and of the threads that notify them.
+MAX_ADDRESSES, MAX_ROOMS, MAX_THREADS = 64, 4096, 4
+# Prefill servers that this process has rejected: address -> reason and time. The oldest one is first.
+_rejected: dict[str, tuple[str, float]] = {}
 
 
 class DecodeStateReqToTokenPool(HybridMambaDecodeReqToTokenPool):
@@ -84,14 +89,27 @@ def reject_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
             f"transferred; the text in parentheses must be equal too: {error}"
         )
     log.error("dsv4_sglang: %s", reason)
-    _rejected[bootstrap_addr] = reason
+    _remember(bootstrap_addr, reason)
     rooms = manager.addr_to_rooms_tracker.pop(bootstrap_addr, set())
     for room in rooms:
         manager.record_failure(room, reason)
         manager.update_status(room, KVPoll.Failed)
     if rooms:
-        Thread(target=_notify_of_failures, args=(manager, bootstrap_addr, rooms), daemon=True).start()
+        _notifier.add(manager, bootstrap_addr, rooms)
     return False
+
+
+def _seconds_to_remember() -> float:
+    """Return the seconds after which no request waits on a prefill server for what has failed here."""
+    return envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() + NOTIFICATION_INTERVAL
+
+
+def _remember(bootstrap_addr: str, reason: str) -> None:
+    """Remember the reason of a rejection for as long as a request may wait. The oldest of too many is forgotten."""
+    _rejected.pop(bootstrap_addr, None)
+    if len(_rejected) == MAX_ADDRESSES:
+        del _rejected[next(iter(_rejected))]
+    _rejected[bootstrap_addr] = reason, time.monotonic()
 
 
 def record_failure_reason(
@@ -104,26 +122,102 @@ def record_failure_reason(
     that detects the failure.
     """
     original(receiver, mgr, bootstrap_addr, bootstrap_room)
-    if bootstrap_room is not None and bootstrap_addr in _rejected:
-        mgr.record_failure(bootstrap_room, _rejected[bootstrap_addr])
+    reason, rejected = _rejected.get(bootstrap_addr, ("", 0.0))
+    if bootstrap_room is not None and reason:
+        if time.monotonic() - rejected > _seconds_to_remember():
+            del _rejected[bootstrap_addr]
+        else:
+            mgr.record_failure(bootstrap_room, reason)
 
 
-def _notify_of_failures(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
-    """Notify the prefill server that requests have failed, as SGLang does for aborted ones. Otherwise each waits there
+@dataclass
+class _Notice:
+    """Failed requests of a prefill server: when it is notified next, and until when, by room."""
+
+    manager: Any
+    rooms: dict[int, float]
+    due: float
+    pauses: Iterator[float]
+
+    @classmethod
+    def of(cls, manager: Any, rooms: Iterable[int]) -> _Notice:
+        now = time.monotonic()
+        until = now + _seconds_to_remember()
+        first, *others = FIRST_NOTIFICATIONS
+        return cls(manager, dict.fromkeys(rooms, until), now + first, chain(others, repeat(NOTIFICATION_INTERVAL)))
+
+    def wait_again(self) -> None:
+        """Choose the time of the next notification, and forget requests that do not wait any more."""
+        self.due = time.monotonic() + next(self.pauses)
+        self.rooms = {room: until for room, until in self.rooms.items() if until >= self.due}
+
+
+class FailureNotifier:
+    """Notifies prefill servers that requests have failed, as SGLang does for aborted ones. Otherwise each waits there
     for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, and a router waits with it.
 
-    The message is lost if a request has not arrived there yet or the server cannot be reached. It is therefore repeated
+    A message is lost if a request has not arrived there yet or the server cannot be reached. It is therefore repeated
     for as long as a request may wait.
     """
-    rounds = -(-envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() // NOTIFICATION_INTERVAL)
-    for pause in (*FIRST_NOTIFICATIONS, *[NOTIFICATION_INTERVAL] * rounds):
-        time.sleep(pause)
-        try:
-            _notify_prefill_server(manager, bootstrap_addr, rooms)
-        except (requests.RequestException, zmq.ZMQError) as error:
-            log.warning(
-                "dsv4_sglang: the prefill server at %s was not notified of failed requests: %s", bootstrap_addr, error
-            )
+
+    def __init__(self) -> None:
+        self._notices: dict[str, _Notice] = {}  # by address; without those that a thread works on
+        self._changed = Condition()
+        self._threads = 0
+
+    def add(self, manager: Any, bootstrap_addr: str, rooms: Iterable[int]) -> None:
+        """Notify a prefill server of failed requests, now and repeatedly."""
+        with self._changed:
+            self._put(bootstrap_addr, _Notice.of(manager, rooms))
+            if self._threads < MAX_THREADS:
+                self._threads += 1
+                Thread(target=self._run, daemon=True).start()
+            self._changed.notify()
+
+    def _put(self, bootstrap_addr: str, notice: _Notice) -> None:
+        """Add a notice. The newer one of an address determines when it is notified."""
+        if (other := self._notices.pop(bootstrap_addr, None)) is not None:
+            notice.rooms |= other.rooms
+            if other.due < notice.due:
+                notice.due, notice.pauses = other.due, other.pauses
+        for room in sorted(notice.rooms, key=notice.rooms.__getitem__)[:-MAX_ROOMS]:  # the oldest ones
+            del notice.rooms[room]
+        if len(self._notices) == MAX_ADDRESSES:
+            forgotten = next(iter(self._notices))
+            del self._notices[forgotten]
+            log.warning("dsv4_sglang: the prefill server at %s is no longer notified of failed requests", forgotten)
+        self._notices[bootstrap_addr] = notice
+
+    def _run(self) -> None:
+        """Send notices that are due, until none is left."""
+        while (taken := self._take()) is not None:
+            bootstrap_addr, notice = taken
+            try:
+                _notify_prefill_server(notice.manager, bootstrap_addr, set(notice.rooms))
+            except Exception as error:  # the address and what answers there come from a client
+                log.warning(
+                    "dsv4_sglang: the prefill server at %s was not notified of failed requests: %s",
+                    *(bootstrap_addr, error),
+                )
+            notice.wait_again()
+            if notice.rooms:
+                with self._changed:
+                    self._put(bootstrap_addr, notice)
+                    self._changed.notify()
+
+    def _take(self) -> tuple[str, _Notice] | None:
+        """Wait for a notice that is due, and take it. Return None, which ends the thread, if there is no notice."""
+        with self._changed:
+            while self._notices:
+                bootstrap_addr, notice = min(self._notices.items(), key=lambda item: item[1].due)
+                if (pause := notice.due - time.monotonic()) <= 0:
+                    return bootstrap_addr, self._notices.pop(bootstrap_addr)
+                self._changed.wait(pause)
+            self._threads -= 1
+            return None
+
+
+_notifier = FailureNotifier()
 
 
 def _notify_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:

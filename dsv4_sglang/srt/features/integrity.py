@@ -20,6 +20,10 @@ from dsv4_sglang.srt.integration import compat
 
 # Key of the reports in the internal state of a DP-attention rank, as GET /server_info returns it.
 KEY = "dsv4_sglang_integrity"
+# A process waits this many times the duration of an audit before the next one, so audits take a tenth of its time.
+REST = 9
+# Attribute of a scheduler: its last report, and when that audit ended.
+LAST_REPORT = "dsv4_last_report"
 # Limit of the findings in a report, so that a growing leak does not make the answer grow.
 MAX_FINDINGS = 200
 # Kinds of owners: the free list, the tree, requests, and running copies between host and storage.
@@ -382,14 +386,27 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 def add_reports(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """AROUND `Scheduler.get_internal_state`: add the reports of all ranks of an attention group to its answer.
 
-    Every process runs this call, and the first of each DP-attention rank answers.
+    Every process runs this call, and the first of each DP-attention rank answers. Any client may send the request at
+    any rate, so a process repeats its last report, with its age, until it has worked REST times as long as the audit
+    took.
     """
     output = original(scheduler, recv_req)
-    group, own = scheduler.attn_tp_cpu_group, report(scheduler)
+    group, own = scheduler.attn_tp_cpu_group, _recent_report(scheduler)
     reports: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(reports, own, group=group)
     output.internal_state[KEY] = reports
     return output
+
+
+def _recent_report(scheduler: Any) -> dict[str, Any]:
+    """Return a new report, or the last one if it is too early for an audit. `age_seconds`: the time since the audit
+    began."""
+    last, ended = vars(scheduler).get(LAST_REPORT, (None, 0.0))
+    if last is None or time.perf_counter() - ended >= REST * last["seconds"]:
+        last = report(scheduler)
+        ended = time.perf_counter()
+        setattr(scheduler, LAST_REPORT, (last, ended))
+    return {**last, "age_seconds": time.perf_counter() - ended + last["seconds"]}
 
 
 def report(scheduler: Any) -> dict[str, Any]:

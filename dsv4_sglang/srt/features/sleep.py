@@ -19,6 +19,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.platforms import current_platform
 
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.control_requests import FatalError
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,15 @@ def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 
     SGLang's function ends a server that is not idle, and a server that gets the same tag twice. Here running requests
     are retracted to the queue and wait until all memory is mapped again.
+
+    Raises:
+        ValueError: the server was started without --enable-memory-saver, so no memory can be released.
     """
+    if not updater.memory_saver_adapter.enabled:
+        raise ValueError(
+            "/release_memory_occupation releases nothing, because the server was started without "
+            "--enable-memory-saver; start it on a GPU with that flag"
+        )
     asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
     tags = [tag for tag in asked if tag in GPU_MEMORY_ALL_TYPES and tag not in updater.offload_tags]
     if len(tags) < len(asked):
@@ -53,9 +62,20 @@ def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     if not updater.offload_tags:
         setattr(scheduler, PAUSED, _retract(scheduler))
         compat.set_paused(scheduler, True)
+    try:
+        return _release(original, updater, recv_req)
+    except Exception:
+        if not updater.offload_tags:
+            compat.set_paused(scheduler, vars(scheduler).pop(PAUSED))
+        raise
+
+
+def _release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    """Release the memory with the tags of a request. The scheduler is paused."""
+    scheduler = updater.scheduler
     _settle(scheduler)
     keeping: AbstractContextManager[None] = nullcontext()
-    if GPU_MEMORY_TYPE_KV_CACHE in tags:
+    if GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
         for runner in _runners(updater):
             runner.attn_backend.free_scratch()
         if isinstance(scheduler.tree_cache, PrefixCache):
@@ -118,17 +138,28 @@ def end_update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any
 
 @contextmanager
 def _invalidated_cache(updater: Any, empty_cache: bool) -> Iterator[None]:
-    """Context manager around a weight update: invalidate the cache, whether the update succeeds or fails."""
+    """Context manager around a weight update: invalidate the cache, whether the update succeeds or fails.
+
+    Raises:
+        ValueError: nothing was updated, because requests run that cannot be retracted.
+        FatalError: the update is done, and the cache could not be flushed.
+    """
     scheduler = updater.scheduler
     compat.set_paused(scheduler, _retract(scheduler))
     _settle(scheduler)
+    with _hidden_queue(scheduler):
+        if not scheduler.is_fully_idle():
+            raise ValueError(
+                f"weights cannot be updated while requests run on a server with --disaggregation-mode "
+                f"{scheduler.disaggregation_mode.value}; wait until they have ended, and update again"
+            )
     try:
         yield
     finally:
         with _hidden_queue(scheduler):
             flushed = updater.flush_cache(empty_cache=empty_cache)
         if not flushed:
-            raise RuntimeError(
+            raise FatalError(
                 "dsv4_sglang: the weights were updated, but the cache of the old weights could not be flushed"
             )
         if isinstance(scheduler.tree_cache, PrefixCache):

@@ -96,9 +96,9 @@ class HostPrefixCache(PrefixCache):
         self.save_now(node)
 
     def invalidate_storage(self, name: str) -> None:
-        """Clear the storage, whose pages are of the old weights, and use a new name for later pages."""
+        """Use a new name for later pages in the storage. Pages of the old weights stay as long as other servers use
+        them."""
         if self.enable_storage:
-            self.clear_storage_backend()
             self.cache_controller.storage_backend.use_name(name)
 
     def settle(self, waiting: Iterable[Req]) -> None:

@@ -231,6 +231,19 @@ def set_paused(scheduler: Any, paused: bool) -> None:
     scheduler._engine_paused = paused
 
 
+def wrap_dispatcher(scheduler: Any, wrapper: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Call `wrapper(dispatch, request)` for each request that a scheduler receives. `dispatch(request)` is SGLang's."""
+    dispatch = scheduler._request_dispatcher
+    scheduler._request_dispatcher = lambda request: wrapper(dispatch, request)
+
+
+def add_result_handler(manager: Any, kind: type, handler: Callable[[Any], None]) -> None:
+    """Call `handler` for each message of the class `kind` that a tokenizer manager receives from a scheduler."""
+    from sglang.utils import TypeBasedDispatcher
+
+    manager._result_dispatcher += TypeBasedDispatcher([(kind, handler)])
+
+
 def takes_quantised_input(linear: Any) -> bool:
     """Return True if a linear layer accepts FP8 codes with fp32 scales (one per row and 128 channels) as input.
 
@@ -422,9 +435,9 @@ def set_files(evictor: Any, sizes: dict[str, int]) -> None:
     evictor._total_bytes = sum(sizes.values())
 
 
-def forget_files(storage: Any) -> None:
-    """Clear SGLang's list of the files of a storage, after the files were removed."""
-    storage._evictor.clear()
+def evictor_of(storage: Any) -> Any:
+    """Return SGLang's evictor of a file storage, which counts its files and bounds their size."""
+    return storage._evictor
 
 
 def resolve_flags(server_args: Any) -> Any:

@@ -1,6 +1,6 @@
 """Table of all functions of SGLang that this package changes, with the reasons.
 
-Nothing is applied without the opt-in, for which two hooks of `plugin` check. A server does not start if a target does
+Nothing is applied without the opt-in, for which three hooks of `plugin` check. A server does not start if a target does
 not exist or has parameters that differ from those of the hook.
 """
 
@@ -13,7 +13,13 @@ from dsv4_sglang.srt.attention import prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
 from dsv4_sglang.srt.features import collectives, disaggregation, integrity, sleep
-from dsv4_sglang.srt.integration import compat, request_validation, start_progress, tokenizer_workers
+from dsv4_sglang.srt.integration import (
+    compat,
+    control_requests,
+    request_validation,
+    start_progress,
+    tokenizer_workers,
+)
 from dsv4_sglang.srt.integration.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.integration.sglang_contract import Hook
 from dsv4_sglang.srt.integration.startup_check import build_or_reject
@@ -106,8 +112,19 @@ ALWAYS: Table = {
     "SGLang accepts sampling parameters of any type, and some types crash one of its processes": {
         SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": request_validation.check_fields
     },
+    "requests with fields of disaggregated servers, or with ids of SGLang's health checks, would never be answered": {
+        SRT + "managers.tokenizer_manager.TokenizerManager.generate_request": request_validation.check_origin
+    },
     "a message that the scheduler cannot decode, or a value out of bounds such as a token id, crashes it": {
         compat.SEND_TO_SCHEDULER: request_validation.check_message
+    },
+    "the scheduler ends the server if a control request raises an exception; here the exception is its answer": {
+        SRT + "managers.scheduler.Scheduler.init_request_dispatcher": control_requests.guard_control_requests,
+        SRT + "managers.tokenizer_manager.TokenizerManager.init_communicators": control_requests.receive_errors,
+        SRT + "managers.communicator.FanOutCommunicator.__call__": control_requests.raise_errors,
+    },
+    "SGLang aborts all requests whose ids begin with the given id, such as job-10 with job-1": {
+        SRT + "managers.scheduler.Scheduler.abort_request": control_requests.abort_one
     },
     "the workers of --tokenizer-worker-num accept requests but do not load SGLang's plugins": {
         SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": tokenizer_workers.share_plugins

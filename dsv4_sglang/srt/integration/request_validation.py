@@ -17,6 +17,10 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
+
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 # Maximum answers per prompt (`n`). SGLang creates a state for each before it generates the first.
 MAX_ANSWERS = 1024
@@ -35,7 +39,7 @@ NOT_SERVED = {
     "image_data": "the model takes text only",
     "video_data": "the model takes text only",
     "audio_data": "the model takes text only",
-    "mm_data_mooncake": "the model takes text only",
+    "modalities": "the model takes text only",
     "session_params": "sessions have not been tested with this cache; leave it out",
     "lora_id": "adapters have not been tested with this cache; leave it out",
     "multi_item_delimiter_indices": "this cache's backend has no attention mask that keeps items apart; leave it out",
@@ -43,12 +47,39 @@ NOT_SERVED = {
     "http_worker_ipc": "SGLang sets it to where an answer goes; leave it out",
 }
 
+# Fields that a router sets for a pair of prefill and decode servers. On another server a request with `bootstrap_host`
+# would never end: SGLang does not cache what it has computed, and computes its first chunk again and again.
+OF_DISAGGREGATION = (
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "disagg_prefill_dp_rank",
+)
+
 
 def _invalid(name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"{name} is {reprlib.repr(value)}; expected {expected}")
 
 
 # Before SGLang processes a request
+
+
+def check_origin(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND TokenizerManager.generate_request, an asynchronous generator: check what depends on the server and on the
+    HTTP `request`, which is None in a program that builds SGLang's engine."""
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    # SGLang's own health checks are the only requests that come with GET.
+    if request is not None and request.method != "GET":
+        for rid in rids:
+            if isinstance(rid, str) and rid.startswith(HEALTH_CHECK_RID_PREFIX):
+                raise _invalid("rid", rid, f"an id that does not begin with {HEALTH_CHECK_RID_PREFIX}")
+    if manager.disaggregation_mode is DisaggregationMode.NULL:
+        for name in OF_DISAGGREGATION:
+            if (value := getattr(obj, name, None)) is not None:
+                raise _invalid(name, value, "nothing: this server has no --disaggregation-mode")
+    return original(manager, obj, request)
 
 
 def check_fields(original: Callable[..., None], request: Any) -> None:
@@ -62,7 +93,10 @@ def check_fields(original: Callable[..., None], request: Any) -> None:
 def _check_given(request: Any) -> None:
     for name, reason in NOT_SERVED.items():
         value = getattr(request, name, None)
-        if value is not None and value not in ([], {}):
+        if value in ([], {}):
+            # The same as no value, but SGLang would look for an item of each prompt.
+            setattr(request, name, None)
+        elif value is not None:
             raise ValueError(f"{name} is {reprlib.repr(value)}, which is not supported: {reason}")
     if request.text is not None and request.input_ids is not None:
         raise ValueError("text and input_ids are both given; expected one of them")
@@ -117,18 +151,20 @@ def _check_stops(given: dict[str, Any]) -> None:
 
 
 def _check_lengths(request: Any) -> None:
-    """Check that lists have one item per prompt. SGLang would read beyond a shorter list and ignore the rest of a
-    longer one."""
+    """Check that lists have one item per prompt, or one per answer. SGLang would read beyond a shorter list and ignore
+    the rest of a longer one."""
     if request.is_single:
         if not isinstance(request.rid, str):
             raise _invalid("rid", request.rid, "a string for one prompt")
         if isinstance(request.sampling_params, list):
             raise _invalid("sampling_params", request.sampling_params, "an object for one prompt")
         return
-    prompts = request.batch_size
+    prompts, read = request.batch_size, len(request.rid)
     for field in dataclasses.fields(request):
         value = getattr(request, field.name)
-        if isinstance(value, list) and len(value) not in (prompts, prompts * request.parallel_sample_num):
+        if not isinstance(value, list):
+            continue
+        if len(value) < read or len(value) not in (prompts, prompts * request.parallel_sample_num):
             raise _invalid(field.name, value, f"one item for each of {prompts} prompts")
 
 
@@ -207,6 +243,10 @@ def _invalid_values(request: Any, vocabulary: int) -> Iterator[tuple[str, object
         yield "input_ids", list(ids or ()), "at least one token"
     elif not 0 <= (seen := np.asarray(ids)).min() <= seen.max() < vocabulary:  # a view of SGLang's array, no copy
         yield "input_ids", next(i for i in ids if not 0 <= i < vocabulary), in_vocabulary
+    if request.bootstrap_host == FAKE_BOOTSTRAP_HOST and len(ids or ()) > BLOCK:
+        # A prompt of more than one chunk would not end, see OF_DISAGGREGATION.
+        expected = f"the address of a prefill server; SGLang's checks, of up to {BLOCK} tokens, use this one"
+        yield "bootstrap_host", request.bootstrap_host, expected
     if request.return_logprob and not -1 <= request.logprob_start_len <= len(ids):
         yield "logprob_start_len", request.logprob_start_len, f"-1 to {len(ids)}, the number of tokens of the prompt"
     if not 0 <= request.top_logprobs_num <= vocabulary:
