@@ -167,3 +167,14 @@ def test_ghosts_are_counted_once_and_forgotten_oldest_first() -> None:
     registry.add(1, BLOCK, 0)
     registry.remove(1)
     assert registry.ghost_hit([0]) == 0, "no ghost without a hash"
+
+
+def test_the_host_gets_the_most_valuable_snapshots_first_and_each_once() -> None:
+    registry = SnapshotRegistry(6)
+    for slot in range(1, 7):
+        registry.add(slot, slot * BLOCK, 0)
+    registry.pending_write[1:6] = True
+    registry.attempted[4] = registry.copied[5] = True
+    assert registry.to_copy() == [3, 2, 1]
+    registry.attempted[2] = True
+    assert registry.to_copy() == [3, 1]
