@@ -114,7 +114,7 @@ def run_turns(server: HostCacheServer, turns: int, before: Callable[[], None] = 
 def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
     """Also when transfers fail or stall. A request whose load fails computes its prompt or waits."""
     server = HostCacheServer(monkeypatch, seed=1, policy=policy)
-    run_turns(server, 200, *([with_bad_transfers(monkeypatch, server)] if bad_transfers else []))
+    run_turns(server, 600, *([with_bad_transfers(monkeypatch, server)] if bad_transfers else []))
     assert server.from_host > 0, "no tokens came from the host"
     assert server.component.metrics.total("host_loads_failed") > 0 or not bad_transfers
     assert server.flush(), "something is locked or on its way"
@@ -224,6 +224,27 @@ def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatc
         server._make_room(20)
     assert len(seen) == 2 and None not in seen, "two launches of one load"
     assert watch.oldest() is None
+
+
+def test_the_watch_keeps_neither_loads_that_ended_nor_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    watch = server.controller.watch
+    for _ in range(3):
+        server.serve(prompt(0))
+        server._make_room(20)
+    server.serve(prompt(0))
+    assert watch._count >= 3, "no loads"
+    assert [len(load.requests) for load in watch._loads] == [1], "the last load, and its own request"
+    assert not watch._requests
+
+
+def test_a_load_without_enough_slots_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    slots = server.component.slots
+    free = slots.available_size()
+    assert server.component.slots_for_load(slots.num_slots + 1) is None
+    assert slots.available_size() == free
+    server.check()
 
 
 def prompt(line: int, blocks: int = 6) -> list[int]:
@@ -474,7 +495,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     """SGLang rejects a request while saves lock the blocks that it needs, and marks the batch as full."""
     server, batch = being_saved(monkeypatch), SimpleNamespace(batch_is_full=True)
     scheduler = SimpleNamespace(tree_cache=server.cache, chunked_req=None)
-    assert snapshot_schedule.recheck_queue(lambda scheduler, batch: batch, scheduler, batch) is batch
+    assert snapshot_schedule.note_running_batch(lambda scheduler, batch: batch, scheduler, batch) is batch
     server.cache.check_hicache_events()
     assert batch.batch_is_full
     if waited_for:

@@ -118,7 +118,8 @@ class HostPrefixCache(PrefixCache):
         """
         blocks, slots = self.token_to_kv_pool_allocator, self.component.slots
         self.settle(())
-        for slot in reversed(slots.registry.note_eviction_candidates(blocks.size, slots.num_slots)):
+        everything = slots.registry.note_eviction_candidates(blocks.size, slots.num_slots, slots.num_slots)
+        for slot in reversed(everything):
             if slot in slots.nodes:
                 self.save_now(slots.nodes[slot])
         with self.component.evicting(metrics.SLEEP):
