@@ -474,7 +474,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     """SGLang rejects a request while saves lock the blocks that it needs, and marks the batch as full."""
     server, batch = being_saved(monkeypatch), SimpleNamespace(batch_is_full=True)
     scheduler = SimpleNamespace(tree_cache=server.cache, chunked_req=None)
-    assert snapshot_schedule.recheck_queue(lambda scheduler, batch: batch, scheduler, batch) is batch
+    assert snapshot_schedule.note_running_batch(lambda scheduler, batch: batch, scheduler, batch) is batch
     server.cache.check_hicache_events()
     assert batch.batch_is_full
     if waited_for:
