@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from benchmarks.prefix_tree import FreeList, Node, PrefixTree, TreeRegistry
+from benchmarks.prefix_tree import FreeList, Node, PrefixTree
 from benchmarks.studies import Row, Rows, run_studies
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
@@ -54,7 +55,7 @@ class Simulation:
         interval: int,
         *,
         concurrency: int = CONCURRENCY,
-        registry: type[TreeRegistry] = TreeRegistry,
+        registry: type[SnapshotRegistry] = SnapshotRegistry,
     ) -> None:
         self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots))
         self.tree.registry = registry(snapshots)
@@ -136,14 +137,14 @@ def path_blocks(node: Node) -> np.ndarray:
     return np.concatenate(parts[::-1])
 
 
-class LeastRecentlyUsed(TreeRegistry):
+class LeastRecentlyUsed(SnapshotRegistry):
     """Baseline: all snapshots have the same value, only their age counts."""
 
-    def reuse_interval(self) -> np.ndarray:
-        return np.maximum(self.now - self.last, 1.0)
+    def _interval(self, number: int) -> float:
+        return 1.0
 
-    def recompute_cost(self) -> np.ndarray:
-        return np.ones(len(self.held))
+    def _cost(self, number: int) -> float:
+        return 1.0
 
     def lowest_value(self, *, needed: bool, saves: int) -> int:
         return super().lowest_value(needed=True, saves=saves)
@@ -154,7 +155,7 @@ def simulate(
     gigabytes: float,
     share: float = SHARE,
     interval: int = INTERVAL,
-    registry: type[TreeRegistry] = TreeRegistry,
+    registry: type[SnapshotRegistry] = SnapshotRegistry,
 ) -> dict[str, float]:
     """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
 
@@ -190,7 +191,7 @@ def study_memory() -> Iterator[Row]:
     for active in (10, 100, 1000, 10_000):
         turns = list(trace(TraceConfig(conversations=max(active, min(6 * active, 1500)), active=active)))
         for factor in (0.125, 0.25, 0.5, 1.0, 2.0):
-            for registry in (TreeRegistry, LeastRecentlyUsed):
+            for registry in (SnapshotRegistry, LeastRecentlyUsed):
                 yield {"active": active, **simulate(turns, factor * active / 10, registry=registry)}
 
 
@@ -213,7 +214,7 @@ def study_share() -> Iterator[Row]:
 def study_loop() -> Iterator[Row]:
     """Visit conversations of 20,000 tokens in round-robin order, six times. About 250 of them fit."""
     for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
-        for registry in (TreeRegistry, LeastRecentlyUsed):
+        for registry in (SnapshotRegistry, LeastRecentlyUsed):
             yield {"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, registry=registry)}
 
 
@@ -222,7 +223,7 @@ def study_loads() -> Iterator[Row]:
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
         expected = expected_blind(turns, LOAD_GIGABYTES, TraceConfig.systems)
-        for registry in (TreeRegistry, LeastRecentlyUsed):
+        for registry in (SnapshotRegistry, LeastRecentlyUsed):
             row = simulate(turns, LOAD_GIGABYTES, registry=registry)
             yield {"active": active, "visits": visits, **row, **expected}
 

@@ -68,31 +68,12 @@ class Match:
     cached: int
 
 
-class TreeRegistry(SnapshotRegistry):
-    """The registry of a simulated tree, which also knows the snapshots at leaves. SGLang's tree has its own list."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        # True if the blocks of the snapshot end in an evictable leaf. The tree sets it.
-        self.at_leaf = np.zeros_like(self.held)
-
-    def _forget(self, slot: int) -> None:
-        super()._forget(slot)
-        self.at_leaf[slot] = False
-
-    def least_used_leaf(self) -> int:
-        """Return the snapshot whose leaf to evict for its blocks, or 0 if there is none."""
-        score = np.where(self.at_leaf, self.reuse_interval(), -1.0)
-        slot = int(score.argmax())
-        return slot if self.at_leaf[slot] else 0
-
-
 class PrefixTree:
     """Radix tree that allocates blocks and snapshots itself and evicts when memory runs out."""
 
     def __init__(self, blocks: FreeList, snapshots: FreeList) -> None:
         self.block_pool, self.snapshot_pool = blocks, snapshots
-        self.registry = TreeRegistry(snapshots.size)
+        self.registry = SnapshotRegistry(snapshots.size)
         empty = np.empty(0, dtype=np.int64)
         self.root = Node(None, 0, empty, empty)
         self._valueless: dict[Node, None] = {}
@@ -261,7 +242,7 @@ class PrefixTree:
     def _evict_leaf(self) -> bool:
         node = next(iter(self._valueless), None)
         if node is None:
-            slot = self.registry.least_used_leaf()
+            slot = self.registry.next_leaf()
             if not slot:
                 return False
             node = self._holder[slot]
@@ -277,7 +258,7 @@ class PrefixTree:
         """Update the node's entries in the eviction order: is it an evictable leaf, and does it have a snapshot?"""
         leaf = node is not self.root and not node.children and not node.locks
         if node.snapshot:
-            self.registry.at_leaf[node.snapshot] = leaf
+            self.registry.at_leaf(node.snapshot, leaf)
         if leaf and not node.snapshot:
             self._valueless[node] = None
         else:

@@ -63,14 +63,14 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// Largest x of a warp. x must not be negative.
+/// Largest x of a warp, or NaN. x must not be negative.
 __device__ __forceinline__ float warp_max(float x) { return float_of(__reduce_max_sync(kAllLanes, bits_of(x))); }
 
-/// Largest x in groups of `width` adjacent lanes (a power of two).
+/// Largest x in groups of `width` adjacent lanes (a power of two), or NaN. x must not be negative.
 template <int width>
 __device__ __forceinline__ float group_max(float x) {
 #pragma unroll
-  for (int step = width / 2; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  for (int step = width / 2; step; step /= 2) x = max_magnitude(x, __shfl_xor_sync(kAllLanes, x, step));
   return x;
 }
 
@@ -101,7 +101,9 @@ __device__ __forceinline__ PackedRow pack_row(int format, const float (&x)[16], 
   float amax = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (i < 4 || !rotated) amax = fmaxf(amax, fmaxf(fabsf(low_bf16(pair[i])), fabsf(high_bf16(pair[i]))));
+    if (i < 4 || !rotated) {
+      amax = max_magnitude(amax, max_magnitude(low_bf16(pair[i]), high_bf16(pair[i])));
+    }
   }
   packed.exponent = row_exponent(warp_max(amax));
   const float inverse = exp2_of_biased(254 - packed.exponent);

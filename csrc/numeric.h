@@ -36,6 +36,13 @@ DSV4_HD float float_of(uint32_t u) {
 
 DSV4_HD float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
+/// The larger magnitude of two numbers. Unlike fmaxf it returns a NaN if one is given: as integers, NaNs are above all
+/// numbers.
+DSV4_HD float max_magnitude(float a, float b) {
+  const uint32_t u = bits_of(a) & 0x7fffffff, v = bits_of(b) & 0x7fffffff;
+  return float_of(u > v ? u : v);
+}
+
 /// Two floats as bf16, `low` in the low half.
 DSV4_HD uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -70,6 +77,7 @@ DSV4_HD uint32_t e4m3(float x) {
 #else
   const uint32_t sign = (bits_of(x) >> 24) & 0x80;
   const uint32_t magnitude = bits_of(x) & 0x7fffffff;
+  if (magnitude > 0x7f800000) return sign | 0x7f;   // NaN
   if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448 and above
   if (magnitude < 0x3c800000) {                     // below 2^-6: the adder rounds to multiples of 2^-9
     return sign | (bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f));
@@ -111,7 +119,11 @@ DSV4_HD float round_e2m1(float x) {
 DSV4_HD float e2m1_value(uint32_t code) { return float_of((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
 
 /// Biased exponent of an FP8 entry's multiplier, from the largest magnitude of its 448 dims without RoPE (SPEC 2.4).
-DSV4_HD uint32_t row_exponent(float amax) { return ceil_pow2_exponent(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)); }
+/// 255, the NaN of ue8m0, if it is not finite: the entry then reads as NaN.
+DSV4_HD uint32_t row_exponent(float amax) {
+  const uint32_t e = ceil_pow2_exponent(max_magnitude(amax, 1e-4f) * (1.0f / 448.0f));
+  return e < 255 ? e : 255;
+}
 
 /// Biased exponent of an MXFP4 block's scale, clamped to the powers of two that e4m3 represents: 2^-9 .. 2^8 (SPEC 2.5,
 /// 6.3).
@@ -120,7 +132,7 @@ DSV4_HD uint32_t mxfp4_exponent(float amax) {
   return e < 127 - 9 ? 127 - 9 : e > 127 + 8 ? 127 + 8 : e;
 }
 
-/// e4m3 code of an NVFP4 block's scale, at least the smallest positive e4m3 (SPEC 2.5).
-DSV4_HD uint32_t nvfp4_scale(float amax) { return e4m3(fmaxf(amax * (1.0f / 6.0f), 0x1p-9f)); }
+/// e4m3 code of an NVFP4 block's scale, at least the smallest positive e4m3 (SPEC 2.5). NaN for NaN.
+DSV4_HD uint32_t nvfp4_scale(float amax) { return e4m3(max_magnitude(amax * (1.0f / 6.0f), 0x1p-9f)); }
 
 }  // namespace dsv4

@@ -55,11 +55,13 @@ class AttendCase:
     rope: Tensor
     scale: float = SCALE
     kv_format: KVFormat = KVFormat.FP8
+    entry_owner: Tensor | None = None
     ratio: int = 0
 
     def args(self, device: torch.device | str = "cpu") -> tuple:
         moved = [x.to(device) if isinstance(x, Tensor) else x for x in vars(self).values()]
-        return *moved[:-2], self.kv_format.code
+        *tensors, _, owner, _ = moved
+        return *tensors, self.kv_format.code, owner
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, AttendInputs]:
         """Return the query and the other inputs of an attention kernel's `attend`."""
@@ -92,11 +94,12 @@ def attend_case(
     per_block: int | None = 32,
     ring_rows: int = 128,
     lens: list[tuple[int, int]] | None = None,
+    shared: int = 0,
     seed: int = 0,
 ) -> AttendCase:
     """`lens`: (window, entries) a token, cycled; default every corner. `width`: of the entry list, None: no entries;
     `per_block`: rows a block of the entry table, None: one block, with an odd number of rows; `ring_rows`: rows a block
-    of the window table.
+    of the window table; `shared`: number of entry lists, which the tokens share, 0: one a token.
     """
     g = torch.Generator().manual_seed(seed)
     k = width or 0
@@ -115,7 +118,8 @@ def attend_case(
     if width is not None:
         table_rows = 2 * width + 1
         blocks, per_block = (1, table_rows) if per_block is None else (-(-table_rows // per_block), per_block)
-        entry_indices = _list(tokens, width, entry_lens, blocks * per_block, g)
+        list_lens = torch.full((shared,), width) if shared else entry_lens
+        entry_indices = _list(shared or tokens, width, list_lens, blocks * per_block, g)
         used = entry_indices[(entry_indices >= 0) & (entry_indices < GARBAGE)].unique()
         entries = kv_buffer(blocks, per_block, kv_format, used, 3.0, g)
     sink = torch.randn(heads, generator=g)
@@ -134,6 +138,7 @@ def attend_case(
         positions=torch.randint(0, 4096, (tokens,), generator=g),
         rope=rope(),
         kv_format=kv_format,
+        entry_owner=torch.randint(0, shared, (tokens,), generator=g).int() if shared else None,
     )
 
 
@@ -160,7 +165,7 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         max_length=max(lengths),
         padding=padding,
     )
-    entries = entry_indices = entry_lens = None
+    entries = entry_indices = entry_lens = entry_owner = None
     if ratio == 4:
         entries = kv_buffer(8, 32, kv_format, torch.arange(256), 3.0, g)
         entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.csa_lens
@@ -169,7 +174,7 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
             entry_indices[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32
     elif ratio == 128:
         entries = kv_buffer(1, 8, kv_format, torch.arange(8), 3.0, g)
-        entry_indices, entry_lens = step.hca_indices, step.hca_lens
+        entry_indices, entry_lens, entry_owner = step.hca_list()
     case = AttendCase(
         q=torch.randn(tokens, heads, kv_entries.ENTRY_DIM, generator=g).bfloat16(),
         sink=torch.randn(heads, generator=g),
@@ -182,6 +187,7 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         positions=positions,
         rope=rope(),
         kv_format=kv_format,
+        entry_owner=entry_owner,
         ratio=ratio,
     )
     return step, lengths, case

@@ -661,6 +661,7 @@ class HostCacheServer(BlockOwner):
         found = audit(self.cache, self.running)
         assert not found.findings, str(found)
         self.check_events()
+        self.check_orders()
         cache = self.cache
         for node in cache.tree_core._collect_all_nodes():
             if cache._is_end(node) and cache._row(node) is None and cache._is_evictable(node):

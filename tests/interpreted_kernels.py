@@ -17,8 +17,10 @@ from dsv4_sglang.attention import (
     triton_metadata,
     triton_output,
 )
+from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.formats import KVBuffer, KVFormat
-from dsv4_sglang.ops.reference import read
+from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.ops.reference import read, read_v41
 from dsv4_sglang.srt.models import triton_latent
 
 # The interpreter truncates bf16 where hardware rounds.
@@ -72,6 +74,16 @@ def test_attend_shapes(make, splits, shape):
     check(make, splits, **shape)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attend_to_lists_that_tokens_share(splits):
+    """The output equals, bit for bit, that with a copy of the list for each token."""
+    case = attend_case(tokens=9, heads=5, width=72, shared=2)
+    out = attended(case, splits)
+    assert_attends(out, case, BOUND[torch.bfloat16])
+    case.entry_indices, case.entry_owner = case.entry_indices[case.entry_owner], None
+    assert torch.equal(out, attended(case, splits))
+
+
 def _beside(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy whose last dimension has gaps."""
     return torch.stack([tensor, tensor], -1)[..., 0]
@@ -107,12 +119,13 @@ REJECTED = [
     ("entry_lens", lambda x: x[:-1], "lengths of the list of entries is int32 .8.*expected int32 .9."),
     ("positions", lambda x: x.int(), "positions is int32"),
     ("rope", lambda x: x[:, :32], "rope is float32 .4096, 32."),
+    ("entry_owner", lambda _: torch.zeros(9, dtype=torch.int64), "owner of the list of entries is int64"),
 ]
 
 
 @pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
 def test_attend_rejects_what_it_cannot_read(make):
-    for name, change, message in REJECTED:
+    for name, change, message in REJECTED[: -1 if make is v41_attend_case else None]:
         case = make(tokens=9, heads=5, width=72)
         setattr(case, name, change(getattr(case, name)))
         with pytest.raises(ValueError, match=message):
@@ -167,6 +180,37 @@ def test_norm_and_quantise_rejects_what_it_cannot_read():
     ]:
         with pytest.raises(ValueError, match="norm_and_quantise"):
             triton_latent.norm_and_quantise(x, weight, 1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("at", [3, 500], ids=["without RoPE", "with RoPE"])
+@pytest.mark.parametrize("stored", [*KVFormat, *V41KVFormat], ids=str)
+def test_what_is_not_finite_stays_so(stored, at, value):
+    """One such number in an entry of any format reaches the output of the tokens that attend to the entry, and of no
+    other token. FP4 alone saturates an infinity, which the norm before has made NaN."""
+    if stored is V41KVFormat.FP4:
+        value = float("nan")
+    v41, window = isinstance(stored, V41KVFormat), stored is not V41KVFormat.FP4
+    formats = (V41KVFormat.FP8, V41KVFormat.FP4) if v41 else (stored, stored)
+    tables = [torch.zeros(2, 64, kind.width, dtype=kind.dtype) for kind in formats]
+    for table, kind in zip(tables, formats):
+        KVBuffer(table, kind).write(torch.arange(128), torch.randn(128, 512))
+    values = torch.randn(1, 512)
+    values[0, at] = value
+    KVBuffer(tables[0 if window else 1], stored).write(torch.tensor([7]), values)
+    indices = torch.tensor([[3, 7], [3, 5]], dtype=torch.int32)
+    lists = [(table, indices, torch.tensor([2, 2], dtype=torch.int32)) for table in tables]
+    q, sink, positions = torch.randn(2, 5, 512).bfloat16(), torch.zeros(5), torch.tensor([0, 9])
+    arguments = (q, sink, *lists[0], *lists[1], positions, rope(), 512**-0.5)
+    if v41:
+        outs = [triton_attend_v41.attend_v41(*arguments), read_v41.attend_v41(*arguments)]
+    else:
+        outs = [
+            triton_attend.attend(q, AttendInputs.from_op(*arguments[1:], stored.code)),
+            read.attend(*arguments, stored.code),
+        ]
+    for out in outs:
+        assert not out[0].isfinite().all(-1).any() and out[1].isfinite().all()
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
@@ -282,9 +326,12 @@ def test_prefill_metadata(chunks, tokens):
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
-@pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_sparse_prefill(ratio, kv_format, monkeypatch):
-    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch."""
+@pytest.mark.parametrize("ratio, at_once", [(0, None), (4, None), (128, None), (0, 7), (4, 7), (128, 7)])
+def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
+    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch. `at_once`: tokens
+    whose entries are listed at a time; None for all."""
+    if at_once:
+        monkeypatch.setattr(sparse_prefill, "MAX_LISTED", at_once * 256)
     step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
 
     def sparse(q, table, lists, lens, sink, scale):

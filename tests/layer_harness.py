@@ -203,7 +203,7 @@ class Layer:
         latent = rms_norm(x @ a.q_a_proj.weight.T, a.q_a_norm.weight, EPS)
         q = (latent @ a.q_b_proj.weight.T).view(-1, HEADS, 512)
         q = rotate(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS), positions, self.rope).to(self.dtype)
-        entry_indices = entry_lens = None
+        entry_indices = entry_lens = entry_owner = None
         if ratio:
             visible = self.visible(positions)
             if ratio == 4:
@@ -217,10 +217,12 @@ class Layer:
                 )  # fmt: skip
                 entry_lens = visible.clamp_max(self.topk).int()
             else:
-                entry_indices, entry_lens = step.hca_indices, visible.int()
+                entry_indices, _, entry_owner = step.hca_list()
+                entry_lens = visible.int()
         o = torch.ops.dsv4_sglang.attend(
             q, a.sinks.float(), self.ring if window is None else window, step.window_indices, step.window_lens,
             self.entries, entry_indices, entry_lens, positions, self.rope, SCALE, self.kv_format.code,
+            entry_owner,
         )  # fmt: skip
         g = o.float().reshape(len(x), GROUPS, -1)
         w = a.o_a_proj.weight.view(GROUPS, -1, g.shape[-1])

@@ -87,6 +87,18 @@ def wait(process: Process, log: Path | None = None) -> int:
     return process.returncode
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Wait until a killed process has ended, which may be no child of this one. Return False if it goes on."""
+    deadline = time.monotonic() + STUCK_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.05)
+                continue
+        return True
+    return False
+
+
 def communicate(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Wait for a process that ends by itself. Return what it writes to its pipes."""
     progress = Progress(process)

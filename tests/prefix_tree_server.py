@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from eviction_scan import check_next_leaf, check_next_slot, check_sizes
 from kv_mirror import Mirror
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -162,6 +163,13 @@ class BlockOwner:
         self.mirror.apply(self.cache.take_events())
         announced = {medium.value: blocks for medium, blocks in self.cache.events.announced.items()}
         assert self.mirror.blocks == announced
+
+    def check_orders(self) -> None:
+        """Assert that the next victims are those of a full scan. The integrity check has compared the members."""
+        slots = self.pool.mamba_ckpt_pool
+        check_next_leaf(slots, self.cache.tree_core.evictable_device_leaves)
+        check_next_slot(slots.registry)
+        check_sizes(slots.registry)
 
     def _make_room(self, blocks: int) -> bool:
         missing = blocks * BLOCK - self.allocator.available_size()
@@ -389,6 +397,7 @@ class TreeServer(BlockOwner):
         found = audit(self.cache, [*self.running, kept_back])
         assert not found.findings, str(found)
         self.check_events()
+        self.check_orders()
         for node in core._collect_all_nodes():
             if node is core.root_node:
                 continue

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from dsv4_sglang.srt.attention import backend as backend_module
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerInputs
 from dsv4_sglang.srt.memory.copy_timer import CopyTimer
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
+from dsv4_sglang.srt.models import layers
 
 BLOCK, CONTEXT, HEADS = 128, 512, 2
 REQUESTS, SNAPSHOTS, STAGING = 2, 4, 3
@@ -152,3 +154,12 @@ def test_a_snapshot_of_a_prefill_step_is_copied_once(monkeypatch: pytest.MonkeyP
     assert window.any() and torch.equal(steps.snapshot(3)[1:], window)
     steps.decode([127, 129], [3, 0])
     assert torch.equal(steps.snapshot(3), steps.ring(1)), "another request's state"
+
+
+def test_rope_tables_reach_beyond_the_drafts_of_an_ended_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(max_position_embeddings=CONTEXT)
+    for drafts, positions in ((None, CONTEXT), (4, CONTEXT + 8)):
+        monkeypatch.setattr(
+            runtime_context, "get_spec", lambda drafts=drafts: SimpleNamespace(speculative_num_draft_tokens=drafts)
+        )
+        assert layers._with_room_for_drafts(config).max_position_embeddings == positions

@@ -26,6 +26,8 @@ from benchmarks import (
     attend,
     capacity,
     disaggregation,
+    full_pool,
+    full_pool_tree,
     lifecycle,
     loads,
     move,
@@ -210,6 +212,23 @@ def test_dry_run(name: str, tmp_path: Path) -> None:
     """Each program that needs no server runs with its smallest sizes, and its text names no failure."""
     assert importlib.import_module(f"benchmarks.{name}").main(arguments(tmp_path, "--quick")) == 0
     assert not result(tmp_path, name)["failures"]
+
+
+def test_dry_run_of_full_trees(tmp_path: Path) -> None:
+    assert full_pool.main(arguments(tmp_path, "--measure", "eviction")) == 0
+    made = result(tmp_path, "full_pool")
+    assert not made["failures"] and [row["subject"] for row in made["rows"]] == list(full_pool_tree.TREES)
+    assert all(0 < row["p50 ms"] <= row["p95 ms"] <= row["max ms"] for row in made["rows"])
+
+
+def test_a_pool_is_filled_with_more_conversations_than_it_holds() -> None:
+    sent: list[list[list[int]]] = []
+    server = types.SimpleNamespace(generate=lambda batch, tokens: sent.append(batch))
+    bench = object.__new__(full_pool.Bench)  # without a model
+    bench.seed, bench.vocab = 0, 100
+    bench.fill(server, 100 * full_pool.FILL)
+    prompts = [tuple(prompt) for batch in sent for prompt in batch]
+    assert len(set(prompts)) == len(prompts) == 111 and {len(prompt) for prompt in prompts} == {full_pool.FILL}
 
 
 def test_figures_of_the_pages_are_those_of_the_results(tmp_path: Path) -> None:

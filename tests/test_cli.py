@@ -11,21 +11,27 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from liveness import LONG, communicate, run, wait
+from liveness import LONG, communicate, has_ended, run, wait
+from sglang.srt.server_args import ServerArgs
+from typer.main import get_command
 from typer.testing import CliRunner
 
+import dsv4_sglang
 from dsv4_sglang.cli import app, client, conversation, demo, doctor
-from dsv4_sglang.cli.server import running, wait_ready
-from dsv4_sglang.srt.integration import compat, launch_command
+from dsv4_sglang.cli.server import running, stop, wait_ready
+from dsv4_sglang.srt.integration import compat, flag_names, launch_command
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
-COMMAND = [sys.executable, "-m", "dsv4_sglang.cli"]
+COMMAND = [sys.executable, "-m", "dsv4_sglang"]
 MODEL = "somebody/some-model"
 OPTIONS = launch_command.OPT_IN_FLAG
 DATA = Path(__file__).parent / "data"
@@ -193,10 +199,156 @@ def test_what_cannot_be_served_gives_one_line_before_torch_is_imported(
     assert line.startswith(f"dsv4_sglang: {said.replace('{taken}', taken)}")
 
 
+IMPORTING_NOTHING = """
+import atexit, runpy, sys
+atexit.register(lambda: print("imported", *{"torch", "sglang"}.intersection(sys.modules)))
+sys.argv[0] = "dsv4-sglang"
+runpy.run_module("dsv4_sglang", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp-sise", "2"], "unknown flag --tp-sise; did you mean --tp-size?"),
+        (["--tp-sise=2"], "unknown flag --tp-sise; did you mean --tp-size?"),
+        (["-tp", "2"], "unknown flag -tp; did you mean --tp?"),
+        (["--max-tokns"], "unknown flag --max-tokns; did you mean --max-to"),
+        (["--zzz"], "unknown flag --zzz; `python -m sglang.launch_server --help` lists all"),
+        (
+            ["--config", "{folder}/flags.yaml"],
+            "unknown flag --max-runing-requests; did you mean --max-running-requests?",
+        ),
+        ([OPTIONS], f"{OPTIONS} has no value; give a JSON object such as "),
+        ([OPTIONS, "null", f"{OPTIONS}=null"], f"{OPTIONS} is given 2 times; put all keys into one JSON object"),
+        (["--config", "{folder}/empty.yaml"], "--model-path is missing; give "),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_wrong_command_line_gives_one_line(command: str, flags: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text("max_runing_requests: 4\n")
+    (tmp_path / "empty.yaml").touch()
+    words = [word.format(folder=tmp_path) for word in flags]
+    model = [] if "empty" in words[-1] else ["--model-path", MODEL]
+    done = run([sys.executable, "-c", IMPORTING_NOTHING, command, *model, *words])
+    assert (done.returncode, done.stdout) == (2, "imported\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"dsv4_sglang: {said}")
+
+
+def test_all_flags_of_sglang_are_known() -> None:
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = {name for action in parser._actions for name in action.option_strings}
+    assert flags - {"-h", "--help"} <= flag_names.flags_of_sglang()
+    assert "--no-ple-offload-embedding" in flags
+    words = [word for flag in flags for word in (flag, "-1", "a -b", "", f"{flag}=--x", flag[:-1])]
+    assert flag_names.unknown_flags(words, flags) == []
+    assert flag_names.unknown_flags(["--prnt"], flags, ["--print"]) == ["unknown flag --prnt; did you mean --print?"]
+
+
+def test_the_model_may_be_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(f"model_path: {MODEL}\nmax-running-requests: 4\n")
+    printed = [
+        shlex.split(
+            CliRunner().invoke(app, ["serve", "--print", "--device", "cpu", "--config", str(file), *more]).output
+        )
+        for more in ([], ["--model", "another/model"])
+    ]
+    models = [words[words.index("--model-path") + 1] for words in printed]
+    assert models == [MODEL, "another/model"]
+    assert all(words[words.index("--config") + 1] == str(file) for words in printed)
+
+
+def test_serve_checks_the_files_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = tiny.make_tiny(tmp_path / "cut", tiny.TinySpec(ratios=(0, 4), hidden=128))
+    (tmp_path / "flags.yaml").write_text("skip-tokenizer-init: true\n")
+    (folder / "tokenizer.json").unlink()
+    os.truncate(folder / "model.safetensors", 100_000)
+    for flags, said in (
+        (
+            [],
+            rf"dsv4_sglang: {folder}/tokenizer.json \(the tokenizer\) cannot be read: No such file or directory; .*\n",
+        ),
+        (["--skip-tokenizer-init"], rf"dsv4_sglang: {folder}/model.safetensors has 100000 bytes, and .*\n"),
+        (
+            ["--config", str(tmp_path / "flags.yaml")],
+            rf"dsv4_sglang: {folder}/model.safetensors has 100000 bytes, .*\n",
+        ),
+    ):
+        result = CliRunner().invoke(app, ["serve", "--model-path", str(folder), *flags])
+        assert result.exit_code == 2 and re.fullmatch(said, result.output), result.output
+
+
 @pytest.mark.parametrize(("host", "reason"), [("192.0.2.1", "Cannot assign"), ("host..name", "not a host name")])
 def test_serve_with_a_host_that_is_not_this_machine(host: str, reason: str) -> None:
     result = CliRunner().invoke(app, ["serve", "--model-path", MODEL, "--host", host])
     assert result.exit_code == 2 and f"cannot listen on --host {host} --port 30000: {reason}" in result.output
+
+
+# Python's import system takes a module that is None for one that is not installed.
+WITHOUT = """
+import runpy, sys
+for name in sys.argv.pop(1).split(","):
+    sys.modules[name] = None
+sys.argv[0] = "dsv4-sglang"
+runpy.run_module("dsv4_sglang", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        ("torch,sglang", ["make-tiny", "{folder}/new"]),
+        ("torch,sglang", ["plan", "--model", "flash", "--gpu", "h200", "--count", "2"]),
+        ("torch,sglang", ["serve", "--model-path", MODEL]),
+        ("sglang", ["serve", "--model-path", MODEL, "--device", "cpu"]),
+        ("torch", ["serve", "--model-path", MODEL, "--print"]),
+        ("torch,sglang", ["demo", "--model-path", MODEL]),
+        ("torch,sglang", ["storage", "ls", "{folder}"]),
+        ("safetensors", ["make-tiny", "{folder}/new"]),
+        ("typer", ["plan"]),
+        ("yaml", ["check", "http://127.0.0.1"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_a_package_that_is_not_installed_is_named_in_one_line(absent: str, words: list[str], tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", WITHOUT, absent, *(word.format(folder=tmp_path) for word in words)])
+    assert done.returncode in (1, 2) and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    names = absent.replace("yaml", "pyyaml").split(",")
+    verb = "are" if len(names) > 1 else "is"
+    assert re.match(rf"dsv4[-_]sglang[\w: -]* {', '.join(names)} {verb} not installed; run `pip install ", line), line
+    assert all(f'"{name}' in line for name in names)
+
+
+def test_doctor_lists_all_that_is_missing() -> None:
+    done = run([sys.executable, "-c", WITHOUT, "torch,sglang,triton", "doctor"])
+    assert done.returncode == 1 and done.stderr == ""
+    missing = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    assert missing == [f"fail  {name}: not installed" for name in ("torch", "sglang", "triton")]
+    assert done.stdout.splitlines()[-1].startswith("torch, sglang are not installed; run `pip install ")
+
+
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["plan", "-h"], ["storage", "ls", "-h"]])
+def test_help(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert result.exit_code == 0 and "-h, --help" in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_help_cuts_nothing_at_80_columns() -> None:
+    commands = CliRunner().invoke(app, ["-h"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
+    assert "..." not in commands and "…" not in commands
+    options = CliRunner().invoke(app, ["plan", "-h"], env={"COLUMNS": "80"}).output
+    named = [option for parameter in get_command(app).commands["plan"].params for option in parameter.opts]
+    assert len(named) > 15 and all(re.search(rf"{option}[ ,]", options) for option in named)
+
+
+def test_version() -> None:
+    done = run([*COMMAND, "--version"])
+    assert (done.returncode, done.stdout) == (0, f"dsv4-sglang {dsv4_sglang.__version__}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -211,6 +363,77 @@ def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
     assert shlex.split(lines[0])[-3:] == flags[-3:]
     process.send_signal(number)
     assert wait(process) == 40 + number
+
+
+STARTING = """
+import multiprocessing, sys, time
+
+def child():
+    print("CHILD", flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    print("STARTED", process.pid, flush=True)
+    process.join()
+"""
+
+
+def test_ctrl_c_while_a_server_starts_prints_no_traceback(stand_in: None, start) -> None:
+    """A terminal sends SIGINT to the server and its subprocesses. Python would print a traceback in each."""
+    folder = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    (folder / "sglang" / "launch_server.py").write_text(STARTING)
+    process = start("serve", "--model-path", MODEL, "--device", "cpu", "--port", str(demo.free_port()))
+    pid = int(_read_until(process, "STARTED")[-1].split()[1])
+    _read_until(process, "CHILD")
+    child = psutil.Process(pid)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = communicate(process)
+    assert (process.returncode, output) == (130, "dsv4-sglang: interrupted before the server was up\n")
+    assert has_ended(child)
+
+
+def test_ctrl_c_during_the_imports_prints_nothing() -> None:
+    script = """
+import signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dsv4_sglang.cli.app":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from dsv4_sglang.__main__ import main
+main()
+"""
+    done = run([sys.executable, "-c", script])
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_before_the_server_runs_is_not_lost(stand_in: None) -> None:
+    """The signal comes after Python's last instruction of `serve`, and waits for the server."""
+    script = """
+import os, signal, sys
+become = os.execvpe
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    become(*arguments)
+os.execvpe = interrupted
+from dsv4_sglang.__main__ import main
+main()
+"""
+    flags = ["serve", "--model-path", MODEL, "--device", "cpu", "--port", str(demo.free_port())]
+    done = run([sys.executable, "-c", script, *flags])
+    assert (done.returncode, done.stderr) == (130, "dsv4-sglang: interrupted before the server was up\n")
+
+
+def test_ctrl_c_of_demo_stops_the_server(start) -> None:
+    process = start("demo", "--model-path", MODEL, "--device", "cpu")
+    _read_until(process, "STARTED")
+    server = psutil.Process(process.pid).children()[0]
+    process.send_signal(signal.SIGINT)
+    output, _ = communicate(process)
+    assert process.returncode != 0 and "Traceback" not in output
+    assert has_ended(server)
 
 
 def test_asking_ends_with_the_server(start) -> None:
@@ -324,6 +547,44 @@ def test_a_stubborn_server_is_killed(stand_in: None) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+def test_stopping_ends_the_whole_group() -> None:
+    """The leader ends on SIGTERM and leaves a process that does not."""
+    script = "trap '' TERM; sleep 1000 & trap - TERM; echo $!; wait"
+    process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    left = psutil.Process(int(process.stdout.readline()))
+    stop(process)
+    assert has_ended(left) and process.returncode == -signal.SIGTERM
+
+
+def test_demo_waits_no_longer_than_it_is_told(stand_in: None, start) -> None:
+    folder = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    (folder / "sglang" / "launch_server.py").write_text("import time; time.sleep(1000)")
+    process = start("demo", "--model-path", MODEL, "--device", "cpu", "--timeout", "1")
+    output, _ = communicate(process)
+    assert process.returncode == 1 and re.search(r"no conversation: no server answered at \S+ within 1 s", output)
+
+
+def test_flags_of_the_user_follow_those_of_the_conversation() -> None:
+    words = ["serve", "--model-path", MODEL, "--device", "cpu", "--print", "--ask", "x", "--decode-log-interval", "1"]
+    printed = shlex.split(CliRunner().invoke(app, words).output)
+    given = [i for i, word in enumerate(printed) if word == "--decode-log-interval"]
+    assert len(given) == 2 and printed[given[-1] + 1] == "1" and "--enable-metrics" in printed
+
+
+@pytest.mark.parametrize(("capability", "state"), [((7, 5), "fail"), ((8, 0), "ok"), ((9, 0), "ok")])
+def test_doctor_says_which_gpus_are_too_old(
+    capability: tuple[int, int], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Properties of GPUs that this machine may not have."""
+    found = SimpleNamespace(name="a GPU", total_memory=80 << 30, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: found)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=""))
+    gpu = list(doctor.device(True))[-1]
+    assert gpu.state == state and gpu.found.startswith(f"a GPU, sm_{capability[0]}{capability[1]}, 80 GiB")
+
+
 def test_waiting_is_bounded() -> None:
     with pytest.raises(TimeoutError, match="within 0 s"):
         wait_ready(client.Server.of(["--port", str(demo.free_port())]), lambda: True, timeout=0.1)
@@ -362,6 +623,17 @@ def test_self_test(
     assert selftest.layer_error(ratio, device, formats) > 2 * doctor.SERVED
 
 
+def test_doctor_shows_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    (found,) = doctor.compiled_kernels(True)
+    assert found.state == "note" and found.found.startswith(f"none in {tmp_path}; ")
+    for name, size in (("deep_gemm/cache/a.cubin", 3 << 20), (".cache/flashinfer/norm.so", 2 << 20)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    (found,) = doctor.compiled_kernels(True)
+    assert (found.state, found.found) == ("ok", f"FlashInfer 2 MiB, DeepGEMM 3 MiB in {tmp_path}")
+
+
 def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(gpu: bool):
         yield doctor.Finding("fine", "1.0")
@@ -369,7 +641,7 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor, "CHECKS", (broken,))
     monkeypatch.setattr(launch_command, "prepare_this_process", lambda cpu: None)
-    assert [f.state for f in doctor.examine(False)] == ["ok", "fail"]
+    assert [f.state for f in doctor.examine(False, doctor.CHECKS)] == ["ok", "fail"]
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "ImportError: no module" in result.output
@@ -382,7 +654,7 @@ import sys
 from dsv4_sglang.srt.integration import launch_command
 sys.argv = ["dsv4-sglang", "doctor"]
 try:
-    runpy.run_module("dsv4_sglang.cli", run_name="__main__")
+    runpy.run_module("dsv4_sglang", run_name="__main__")
 except SystemExit as end:
     print("exit code", end.code, flush=True)
 from dsv4_sglang.srt.integration import compat

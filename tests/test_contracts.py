@@ -74,7 +74,7 @@ def foreign_private_names(sources: dict[str, str]) -> set[tuple[str, str]]:
         (module, name)
         for module, tree in trees.items()
         for name in private_uses(tree)
-        if PRIVATE.fullmatch(name) and name not in own
+        if PRIVATE.fullmatch(name) and name not in own and name != "_exit"  # os._exit is documented
     }
 
 

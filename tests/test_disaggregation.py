@@ -9,6 +9,7 @@ import ctypes
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from threading import Event, Semaphore, Thread, active_count
@@ -342,6 +343,8 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     others = [name(torch.bfloat16), name(model=pro), name(ranks=4), name(drafts=4), name(sm100=True)]
     others += [name(indexer_format="nvfp4")]
+    # A model with the same bytes per block and slot, and other contents.
+    others.append(name(model=replace(flash, rope_theta=2 * flash.rope_theta)))
     # Options that may differ between the servers.
     assert name(snapshot_interval=128, max_snapshots=9) == name()
     monkeypatch.setattr(disaggregation, "__version__", "9.9")

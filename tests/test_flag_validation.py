@@ -140,14 +140,25 @@ def test_each_rejected_flag_has_its_line(field: str) -> None:
     assert rejections(**{field: DEFAULTS[field]}) == []
 
 
+HOST_CACHE_FLAGS = {
+    "hicache_size": 50,
+    "hicache_ratio": 4.0,
+    "hicache_write_policy": "write_back",
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": "{}",
+}
+
+
 @pytest.mark.parametrize("limit", LIMITS, ids=[limit.field for limit in LIMITS])
 def test_each_limit_has_its_line(limit: Any) -> None:
     bad, good = LIMITED[limit.field]
     for value in bad:
         (line,) = rejections(**{limit.field: value})
         assert line == f"{flag(limit.field)} {value} is not supported: {limit.reason}"
+    host_cache = {"enable_hierarchical_cache": limit.field in HOST_CACHE_FLAGS}
     for value in good:
-        assert rejections(**{limit.field: value}) == []
+        assert rejections(**{limit.field: value, **host_cache}) == []
 
 
 RANKS = {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}
@@ -170,7 +181,15 @@ REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({}, {**SAVER, "device": "cpu"}, "--enable-memory-saver .* releases memory of a GPU"),
     ({}, {**SAVER, "disaggregation_mode": "prefill"}, "--enable-memory-saver .* with --disaggregation-mode prefill "),
-    ({}, {"hicache_storage_backend": "file"}, "--hicache-storage-backend file .*; give --enable-hierarchical-cache$"),
+    *[
+        ({}, {field: value}, f"{flag(field)} .* setting of the host cache; give --enable-hierarchical-cache$")
+        for field, value in HOST_CACHE_FLAGS.items()
+    ],
+    (
+        {},
+        {**TIER, "disable_radix_cache": True},
+        "-hierarchical-cache with --disable-radix-cache .* leave one of the two",
+    ),
     ({}, {**DECODE, **NIXL}, "--disaggregation-transfer-backend nixl .* memory of GPUs"),
     ({}, {**DECODE, **RANKS}, "--disaggregation-mode decode .* with --enable-dp-attention "),
     ({}, {**DECODE, "disaggregation_mode": "prefill", **RANKS}, "--disaggregation-mode prefill .* with --enable-dp-"),
@@ -247,6 +266,13 @@ def test_coordination_of_ranks_is_rejected_with_dp_attention(monkeypatch: pytest
     (line,) = rejections(**RANKS)
     assert line.startswith("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION with --enable-dp-attention is not supported: ")
     assert rejections() == []
+
+
+def test_cuda_graphs_of_several_gpus_are_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+    (line,) = rejections(**SAVER, tp_size=2)
+    assert line.startswith("SGLANG_MEMORY_SAVER_CUDA_GRAPH with --tp-size 2 is not supported: ")
+    assert rejections(**SAVER) == []
 
 
 @pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
@@ -345,6 +371,16 @@ def test_what_does_not_go_with_v41(named: str) -> None:
     assert said, lines("deepseek_v41", **asked)
     assert lines("deepseek_v41", {}, Options()) == []
     assert not [line for line in lines("deepseek_v4", **asked) if line in said]
+
+
+@pytest.mark.parametrize("option", ["host_snapshots", "host_load_timeout_seconds"])
+def test_options_of_a_host_cache_that_there_is_not(option: str) -> None:
+    options = Options(**{option: 7})
+    line = (
+        f"the option {option} 7 is not supported: it is a setting of the host cache; give --enable-hierarchical-cache"
+    )
+    assert rejections(options=options) == [line]
+    assert rejections(options=options, enable_hierarchical_cache=True) == []
 
 
 def test_snapshots_for_the_running_requests() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +15,16 @@ import torch
 from fake_streams import Stream
 from host_cache_harness import OPERATIONS, WITH_BLOCKS, HostCacheServer
 from prefix_tree_server import BLOCK, TIMES, without_a_server
+from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
 from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt.host_cache import cache as host_cache
-from dsv4_sglang.srt.host_cache.pools import HostBlocks
+from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import FileStorage
 from dsv4_sglang.srt.host_cache.transfers import TransferController
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.memory import copy_timer
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
@@ -112,7 +114,7 @@ def run_turns(server: HostCacheServer, turns: int, before: Callable[[], None] = 
 def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
     """Also when transfers fail or stall. A request whose load fails computes its prompt or waits."""
     server = HostCacheServer(monkeypatch, seed=1, policy=policy)
-    run_turns(server, 200, *([with_bad_transfers(monkeypatch, server)] if bad_transfers else []))
+    run_turns(server, 600, *([with_bad_transfers(monkeypatch, server)] if bad_transfers else []))
     assert server.from_host > 0, "no tokens came from the host"
     assert server.component.metrics.total("host_loads_failed") > 0 or not bad_transfers
     assert server.flush(), "something is locked or on its way"
@@ -222,6 +224,27 @@ def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatc
         server._make_room(20)
     assert len(seen) == 2 and None not in seen, "two launches of one load"
     assert watch.oldest() is None
+
+
+def test_the_watch_keeps_neither_loads_that_ended_nor_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    watch = server.controller.watch
+    for _ in range(3):
+        server.serve(prompt(0))
+        server._make_room(20)
+    server.serve(prompt(0))
+    assert watch._count >= 3, "no loads"
+    assert [len(load.requests) for load in watch._loads] == [1], "the last load, and its own request"
+    assert not watch._requests
+
+
+def test_a_load_without_enough_slots_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    slots = server.component.slots
+    free = slots.available_size()
+    assert server.component.slots_for_load(slots.num_slots + 1) is None
+    assert slots.available_size() == free
+    server.check()
 
 
 def prompt(line: int, blocks: int = 6) -> list[int]:
@@ -472,7 +495,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     """SGLang rejects a request while saves lock the blocks that it needs, and marks the batch as full."""
     server, batch = being_saved(monkeypatch), SimpleNamespace(batch_is_full=True)
     scheduler = SimpleNamespace(tree_cache=server.cache, chunked_req=None)
-    assert snapshot_schedule.recheck_queue(lambda scheduler, batch: batch, scheduler, batch) is batch
+    assert snapshot_schedule.note_running_batch(lambda scheduler, batch: batch, scheduler, batch) is batch
     server.cache.check_hicache_events()
     assert batch.batch_is_full
     if waited_for:
@@ -482,6 +505,87 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
         server.cache.check_hicache_events()
     assert not batch.batch_is_full
     server.check()
+
+
+@pytest.mark.parametrize("pool", [HostBlocks, HostSnapshots])
+def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPatch, pool: type[HostRows]) -> None:
+    """It ends the scheduler, as a step does that cannot be launched. It is not taken for a copy that was made."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0))
+    server._make_room(20)
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(pool, "load", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.start(prompt(0))
+    monkeypatch.setattr(pool, "save", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.serve(prompt(1))
+
+
+def test_a_snapshot_that_leaves_both_places_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device and the host evict it at once. One that leaves the device alone is on the host."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=40)
+    component, slots = server.component, server.component.slots
+    for line, target in ((0, EvictLayer.DEVICE), (1, EvictLayer.ALL), (2, EvictLayer.HOST)):
+        server.serve(prompt(line, blocks=3))
+        (slot,) = (place for place, node in slots.nodes.items() if server.tokens_of(node)[0] == 100 * line + 1)
+        node = slots.nodes[slot]
+        assert slots.registry.copied[slot] and slots.registry.held[slot]
+        component.evict_component(node, defaultdict(list), defaultdict(list), [], target=target)
+        places = [place for place, of in slots.nodes.items() if of is node]
+        assert [place > slots.registry.capacity for place in places] == {1: [True], 3: [], 2: [False]}[target]
+        assert all(slots.registry.held[place] for place in places) and slots.registry.held.sum() == len(slots.nodes)
+        assert target is not EvictLayer.HOST or not slots.registry.copied[slot], "it would be saved again"
+
+
+def test_a_save_evicts_nothing_of_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is full with the first part of a conversation, whose end needs more blocks than are free."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=40, host_blocks=8)
+    cache, slots = server.cache, server.component.slots
+    server.serve(prompt(0, blocks=6))
+    server.serve(prompt(0, blocks=10))
+    held = cache.full_kv_pool_host.held, cache.mamba_pool_host.held
+    assert held == (8, 3), "the snapshots at 4, 6 and 8 blocks"
+    (end,) = (node for node in slots.nodes.values() if len(server.tokens_of(node)) == 10 * BLOCK)
+    slots.registry.use(slots.id_of(end))
+    cache.save_now(end)
+    server.settle()
+    assert (cache.full_kv_pool_host.held, cache.mamba_pool_host.held) == held
+    assert not slots.registry.copied[slots.id_of(end)]
+    server.check()
+    server.check_contents()
+    server._make_room(40)
+    assert server.serve(prompt(0, blocks=6)) == 6 * BLOCK and not server.wrong
+
+
+def test_metrics_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte, token and eviction counts once. On a CPU a copy takes one reading of this clock."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=12, host_snapshots=4)
+    clock = iter(range(1_000_000))
+    monkeypatch.setattr(copy_timer, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    metrics, cache = server.component.metrics, server.cache
+    rows = cache.full_kv_pool_host.row_bytes, cache.mamba_pool_host.row_bytes
+    server.serve(prompt(0, blocks=3))
+    saved = 3 * rows[0] + rows[1]
+    assert metrics.total("host_saved_bytes") == saved and metrics.total("host_save_seconds") == 1
+    assert metrics.total("host_saved_bytes") == saved, "it is asked for again"
+    assert metrics.states()["host_tokens"] == 3 * BLOCK and metrics.states()["host_snapshots"] == 1
+    assert metrics.states()["host_capacity_tokens"] == 12 * BLOCK and metrics.states()["host_snapshot_capacity"] == 4
+    server._make_room(20)
+    assert server.serve(prompt(0, blocks=3)) == 3 * BLOCK
+    assert metrics.total("host_loaded_bytes") == saved and metrics.total("host_load_seconds") == 1
+    assert metrics.total("hit_tokens", "host") == 3 * BLOCK and metrics.total("hit_tokens", "device") == 0
+    assert server.serve(prompt(0, blocks=3)) == 3 * BLOCK
+    assert metrics.total("hit_tokens", "host") == metrics.total("hit_tokens", "device") == 3 * BLOCK
+    assert metrics.total("host_saved_bytes") == saved, "nothing was saved again"
+    server._make_room(20)
+    assert cache.evict_host(BLOCK) == 3 * BLOCK
+    assert metrics.total("host_snapshots_evicted", "blocks") == 1 == metrics.total("host_snapshots_evicted")
+    assert metrics.states()["host_tokens"] == 0 == metrics.states()["host_snapshots"]
+    assert metrics.total("host_saves_skipped") == 0 == metrics.total("host_loads_failed")
 
 
 def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from storage_harness import PAGE, VARIABLE, bytes_of, key, name_of, open_storage, put, store, stored
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
 from dsv4_sglang.srt.host_cache.folder import (
-    FOLDERS,
     FORMER_FORMAT,
     FORMER_WEIGHTS,
     PAGE_VERSION,
@@ -22,59 +20,14 @@ from dsv4_sglang.srt.host_cache.folder import (
     TEMPORARY,
     UNUSED,
     USED,
-    describe_weights,
-    in_use,
+    Cleaning,
     prune,
     stored_files,
 )
+from dsv4_sglang.srt.host_cache.locks import in_use
 from dsv4_sglang.srt.host_cache.storage import FileStorage
+from dsv4_sglang.srt.host_cache.used_folder import describe_weights
 from dsv4_sglang.srt.integration.launch_error import LaunchError
-
-VARIABLE, DEFAULT_FOLDER = FOLDERS["file"]
-# Bytes.
-PAGE = 1000
-
-
-def name_of(model: str) -> str:
-    return f"{model}-dsv4v{PAGE_VERSION}-fp8-mxfp4-{'0' * 32}"
-
-
-def open_storage(folder: Path, model: str = "m", **extra: Any) -> FileStorage:
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=True,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name=name_of(model),
-        extra_config=extra,
-    )
-    return FileStorage(config, str(folder))
-
-
-def key(at: int) -> str:
-    return f"{at:064x}"
-
-
-def store(storage: FileStorage, at: int) -> bool:
-    return storage.set(key(at), torch.full([PAGE], at % 256, dtype=torch.uint8))
-
-
-def stored(storage: FileStorage, at: int) -> bool:
-    return storage.get(key(at), torch.zeros(PAGE, dtype=torch.uint8)) is not None
-
-
-def put(folder: Path, name: str, age: float, size: int = PAGE) -> Path:
-    """Create a file of another process with the given age in seconds."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / name).write_bytes(bytes(size))
-    now = (folder / name).stat().st_mtime
-    os.utime(folder / name, (now - age, now - age))
-    return folder / name
 
 
 def orphans(folder: Path, age: float = 2 * STALE_SECONDS) -> dict[str, Path]:
@@ -85,10 +38,6 @@ def orphans(folder: Path, age: float = 2 * STALE_SECONDS) -> dict[str, Path]:
         FORMER_WEIGHTS: put(folder, f"{key(2)}.deepseek_v4_c4_state_{name_of('w')}-{'2' * 16}.bin", age - 1),
         TEMPORARY: put(folder, f".{'4' * 32}.tmp", age),
     }
-
-
-def bytes_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
 
 
 def states(folder: Path) -> dict[str, str]:
@@ -111,8 +60,7 @@ def test_states_of_files(tmp_path: Path) -> None:
     found = states(folder)
     assert [found.pop(left[kind].name) for kind in left] == [FORMER_FORMAT, FORMER_WEIGHTS, TEMPORARY]
     assert found.pop(unused.name) == UNUSED
-    ours = {name: state for name, state in found.items() if name_of("m") in name}
-    assert sorted(ours.values()) == [UNUSED, USED] and ours == found
+    assert found == {f"{key(8)}_{name_of('m')}-0123456789abcdef.bin": USED}, "the update removed the other page"
     assert in_use(folder, f"{name_of('m')}-0123456789abcdef") and not in_use(folder, name_of("m"))
 
 
@@ -126,12 +74,12 @@ def test_pruning_removes_what_no_server_reads_again(tmp_path: Path) -> None:
     storage = open_storage(folder)
     assert store(storage, 7)
     (folder / f"{name_of('gone')}.lock").touch()
-    assert {file.path for file in prune(folder)} == set(left.values())
+    assert {file.path for file in prune(folder).removed} == set(left.values())
     assert now.exists() and old.exists() and new.exists() and foreign.exists() and stored(storage, 7)
     assert [path.stem for path in folder.glob("*.lock")] == [name_of("m")]
-    assert [file.path for file in prune(folder, unused_days=2)] == [old]
-    assert [file.path for file in prune(folder, names=[name_of("o"), name_of("m")])] == [new]
-    assert prune(folder, unused_days=0) == [] and stored(storage, 7) and foreign.exists()
+    assert [file.path for file in prune(folder, unused_days=2).removed] == [old]
+    assert [file.path for file in prune(folder, names=[name_of("o"), name_of("m")]).removed] == [new]
+    assert prune(folder, unused_days=0) == Cleaning() and stored(storage, 7) and foreign.exists()
 
 
 def test_the_tool(tmp_path: Path) -> None:
@@ -276,19 +224,21 @@ def test_a_named_folder_of_root_is_used_and_a_default_link_is_not(
     assert store(open_storage(tmp_path), 1)
 
 
-def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The server may not change the mode of such a page.
+def test_a_page_that_another_user_has_stored_is_stored(tmp_path: Path) -> None:
+    """The server may neither write such a page nor change its mode.
 
     An error would end SGLang's storage thread and all its saves.
     """
-
-    def rejected(self: Path, mode: int) -> None:
-        raise PermissionError(f"{self} belongs to another user")
-
     storage = open_storage(tmp_path / "pages")
-    monkeypatch.setattr(Path, "chmod", rejected)
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
+    assert store(storage, 1)
+    page = next((tmp_path / "pages").glob("*.bin"))
+    page.chmod(0o444)
+    if os.geteuid() == 0:
+        os.chown(page, 12345, -1)
+    before = page.stat()
+    assert store(storage, 1)
+    after = page.stat()
+    assert (after.st_mode, after.st_uid, after.st_ino) == (before.st_mode, before.st_uid, before.st_ino)
 
 
 def modes(storage: FileStorage) -> tuple[int, int]:

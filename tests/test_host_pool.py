@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,6 +101,40 @@ def test_a_layer_comes_back_alone(device: torch.device) -> None:
     for view in before[:2]:
         view[6] = view[1]
     assert all(torch.equal(a, b) for a, b in zip(all_bytes(pools), before))
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize(
+    ("blocks", "rows", "message"),
+    [
+        ([0, BLOCKS], [0, 1], f"item {BLOCKS} on the device is not in 0..{BLOCKS - 1}"),
+        ([0, -1], [0, 1], f"item -1 on the device is not in 0..{BLOCKS - 1}"),
+        ([4, 4], [0, 1], "an item on the device is listed twice in"),
+        ([0, 1], [0, BLOCKS], f"host row {BLOCKS} is not in 0..{BLOCKS - 1}"),
+        ([0, 1], [0, -1], f"host row -1 is not in 0..{BLOCKS - 1}"),
+        ([0, 1], [0], "2 blocks and 1 host rows"),
+    ],
+)
+def test_blocks_that_do_not_exist_are_not_copied(
+    to_host: bool, blocks: list[int], rows: list[int], message: str
+) -> None:
+    pools = make_pools(torch.device("cpu"))
+    host = HostBlockPool(pools, BLOCKS)
+    before, at_host = all_bytes(pools), host.rows.clone()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        swap(host, blocks, rows, to_host)
+    assert torch.equal(host.rows, at_host) and all(torch.equal(a, b) for a, b in zip(all_bytes(pools), before))
+
+
+@pytest.mark.parametrize("number", [-1, 0, 5])
+def test_a_snapshot_that_does_not_exist_is_not_copied(number: int) -> None:
+    """Four snapshots are numbered from 1. -1 would be one of them, counted from the end."""
+    config = DSV4Config.flash()
+    layout = CacheLayout.build(config, build_schedule(config)[:2], torch.device("cpu"))
+    host = HostSnapshotPool(StateStorage(layout, num_slots=3, snapshots=4), 2)
+    for copy in (host.save, host.load):
+        with pytest.raises(IndexError, match=rf"^{number} is not in 1\.\.4$"):
+            copy(number, 0)
 
 
 def test_a_row_begins_with_whole_lines() -> None:

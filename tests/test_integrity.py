@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from dsv4_sglang.srt.features import integrity
 from dsv4_sglang.srt.features.integrity import Pool, audit
 from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending
+from dsv4_sglang.srt.prefix_cache.eviction_order import Entry
 
 
 @pytest.fixture
@@ -155,6 +156,22 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
     "a snapshot without a node": (
         lambda s: s.component.slots.registry.held.__setitem__(14, True),
         "snapshot 14: in the slots or the registry, but on no node of the tree",
+    ),
+    "a snapshot that the order of slots has lost": (
+        lambda s: s.component.slots.registry._for_slots.drop(int(mamba(s).value)),
+        r"snapshot \d+: its place in an eviction order",
+    ),
+    "a snapshot in the order of slots that is none": (
+        lambda s: s.component.slots.registry._for_slots.put(14, Entry(1, 0.0, 1.0)),
+        r"snapshot 14: its place in an eviction order",
+    ),
+    "a leaf that the order has lost": (
+        lambda s: s.cache.tree_core.evictable_device_leaves.take_first(),
+        r"node \d+: the order of leaves and the tree differ",
+    ),
+    "a snapshot in the order of leaves that is at no leaf": (
+        lambda s: s.component.slots.registry.at_leaf(14, True),
+        r"node \d+: the order of leaves and the tree differ",
     ),
     "a size that is not the tree's": (
         lambda s: s.cache.tree_core.component_evictable_size_.__setitem__(ComponentType.FULL, 7),

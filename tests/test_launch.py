@@ -2,13 +2,23 @@
 
 import json
 import os
+import re
 import shlex
+import shutil
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
+from sglang.srt.server_args import ServerArgs
 
 from dsv4_sglang.srt.integration import launch_command, plugin
+from dsv4_sglang.srt.integration.checkpoint_check import INDEX, check_checkpoint
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.testing import tiny
 
@@ -174,3 +184,135 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
         (tmp_path / "flags.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"--config .*flags\.yaml"):
         launch_command.server_command("m", ["--config", str(tmp_path / "flags.yaml")], cpu=False)
+
+
+# Files of a checkpoint
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in two weight files with an index, and a NextN layer."""
+    folder = tiny.make_tiny(tmp_path_factory.mktemp("whole"), tiny.TinySpec(ratios=(0, 4), hidden=128, nextn=True))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{1 + name.startswith('layers.')}.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def _copy(whole: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(whole, folder / "copy"))
+
+
+def _check(folder: Path, **flags: object) -> None:
+    config = launch_command.config_of(str(folder), None)
+    check_checkpoint(str(folder), config, lambda field: flags.get(field))
+
+
+FIRST, SECOND = "model-1.safetensors", "model-2.safetensors"
+
+
+def _cut(file: Path, size: int) -> None:
+    os.truncate(file, size)
+
+
+def _edit_index(folder: Path, **files: str | None) -> None:
+    values = json.loads((folder / INDEX).read_text())["weight_map"] | files
+    (folder / INDEX).write_text(json.dumps({"weight_map": values}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: (f / SECOND).unlink(), rf"/{SECOND} is missing \(1 of the 2 files that {INDEX} lists are\); compl"),
+        (lambda f: _cut(f / SECOND, 100_000), rf"/{SECOND} has 100000 bytes, and its header says \d+; complete the "),
+        (lambda f: (f / FIRST).open("ab").write(b"0"), rf"/{FIRST} has \d+ bytes, and its header says \d+; "),
+        (lambda f: _cut(f / FIRST, 0), rf"/{FIRST} \(0 bytes\) is not a safetensors file, or only its beginning; "),
+        (lambda f: _cut(f / FIRST, 500), rf"/{FIRST} \(500 bytes\) is not a safetensors file, or only its beginning"),
+        (
+            lambda f: (f / FIRST).write_text("version https://git-lfs\n" * 9),
+            rf"/{FIRST} \(\d+ bytes\) is not a safeten",
+        ),
+        (lambda f: (f / FIRST).write_bytes(b"\x04" + bytes(7) + b"{{{{"), rf"/{FIRST} has a damaged header; complete"),
+        (lambda f: (f / FIRST).write_bytes(b"\x04" + bytes(7) + b"[{}]"), rf"/{FIRST} has a damaged header; complete"),
+        (lambda f: _edit_index(f, other=FIRST), rf"/{FIRST} lacks the weight other, which {INDEX} lists; complete"),
+        (lambda f: _edit_index(f, other=None), rf"/{INDEX} has no valid weight_map; complete"),
+        (lambda f: _cut(f / INDEX, 50), rf"/{INDEX} \(the index of the weights\) is not JSON: .*; complete"),
+        (lambda f: [file.unlink() for file in f.glob("*.safetensors*")], r" has no weights \(\*.safetensors\); compl"),
+        (lambda f: (f / "tokenizer.json").unlink(), r"/tokenizer.json \(the tokenizer\) cannot be read: No such file"),
+        (lambda f: (f / "tokenizer_config.json").unlink(), r"/tokenizer_config.json \(the tokenizer\) cannot be read"),
+        (lambda f: _cut(f / "tokenizer.json", 1000), r"/tokenizer.json \(the tokenizer\) is not JSON: .*; complete"),
+    ],
+)
+def test_a_file_of_the_checkpoint_that_is_not_complete_is_named(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    folder = _copy(whole, tmp_path)
+    _check(folder)
+    damage(folder)
+    with pytest.raises(LaunchError, match=f"^{re.escape(str(folder))}{said}") as error:
+        _check(folder)
+    assert len(error.value.args) == 1 and "\n" not in str(error.value)
+
+
+def test_files_that_are_not_loaded_are_not_checked(whole: Path, tmp_path: Path) -> None:
+    folder = _copy(whole, tmp_path)
+    (folder / "other.safetensors").write_text("not in the index")
+    _check(folder)
+    (folder / FIRST).unlink()
+    _check(folder, load_format="dummy")
+    (folder / "tokenizer.json").unlink()
+    _check(folder, load_format="dummy", skip_tokenizer_init=True)
+    _check(folder, load_format="dummy", tokenizer_path=str(whole))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "weights.bin").touch()
+    _check(folder, load_format="auto", tokenizer_path=str(whole))
+    with pytest.raises(LaunchError, match="has no weights"):
+        _check(folder, load_format="safetensors", tokenizer_path=str(whole))
+
+
+def test_drafts_need_the_weights_of_their_layer(whole: Path, tmp_path: Path) -> None:
+    """SGLang serves drafts of a layer without weights; none is accepted."""
+    spec = tiny.TinySpec(ratios=(0, 4, 0), hidden=128)
+    without = tiny.make_tiny(tmp_path / "without", spec)
+    _check(without)
+    said = r"--speculative-algorithm EAGLE: .* has no weights of the draft layer \(mtp\.0\.\*\); give a checkpoint that"
+    with pytest.raises(LaunchError, match=said):
+        _check(without, speculative_algorithm="EAGLE")
+    with pytest.raises(LaunchError, match=said):
+        _check(whole, speculative_algorithm="EAGLE", speculative_draft_model_path=str(without))
+    _check(whole, speculative_algorithm="EAGLE")
+    _check(without, speculative_algorithm="EAGLE", speculative_draft_model_path=str(whole))
+    _check(without, speculative_algorithm="EAGLE", speculative_draft_model_path="somebody/drafts")
+    _check(without, speculative_algorithm="EAGLE", load_format="dummy")
+    head = tiny.make_tiny(tmp_path / "head", replace(spec, dspark=5))
+    _check(head, speculative_algorithm="DSPARK")
+    tensors = load_file(head / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if not k.startswith("mtp.2.")}, head / "model.safetensors")
+    with pytest.raises(LaunchError, match=r"has no weights of the draft layer \(mtp\.2\.\*\)"):
+        _check(head, speculative_algorithm="DSPARK")
+
+
+def test_the_nextn_layer_may_have_a_number(whole: Path, tmp_path: Path) -> None:
+    folder = _copy(whole, tmp_path)
+    (folder / INDEX).unlink()
+    tensors = load_file(folder / FIRST)
+    save_file({name.replace("mtp.0.", "model.layers.2."): tensor for name, tensor in tensors.items()}, folder / FIRST)
+    _check(folder, speculative_algorithm="EAGLE")
+
+
+def test_a_server_started_with_sglangs_command_is_checked_too(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the hook replaces it
+    folder = _copy(whole, tmp_path)
+    _cut(folder / SECOND, 100_000)
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    for overrides, rejected in (('{"dsv4_sglang": {}}', True), ("{}", False)):
+        args = parser.parse_args(["--model-path", str(folder), launch_command.OPT_IN_FLAG, overrides])
+        with pytest.raises(LaunchError, match=f"{SECOND} has 100000 bytes") if rejected else nullcontext():
+            plugin.before_command_line(object, args)

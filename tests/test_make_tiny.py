@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from liveness import run
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
@@ -156,6 +159,16 @@ def test_tokenizer(tiny: Path) -> None:
     assert tokenizer.decode(list(range(VOCAB)))  # Every id that sampling can return.
 
 
+@pytest.mark.parametrize("version", ["v4", "v41"])
+def test_the_command_takes_the_seed(version: str, tmp_path: Path) -> None:
+    words = ["make-tiny", str(tmp_path / "made"), "--seed", "3", *(["--v41"] if version == "v41" else [])]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "seed 3" in result.output
+    other = tmp_path / "other"
+    make_tiny_v41(other, TinyV41Spec(seed=3)) if version == "v41" else make_tiny(other, TinySpec(seed=3))
+    assert _digests(tmp_path / "made") == _digests(other)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -189,12 +202,31 @@ def test_bad_sizes_are_named(fields: dict[str, Any], said: str) -> None:
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["make-tiny", "/proc/x"])
-    said = "dsv4-sglang make-tiny: cannot write /proc/x (No such file or directory); give a folder that can be created"
-    assert (result.exit_code, result.output) == (2, said + "\n")
+    said = "dsv4-sglang make-tiny: cannot write /proc/x (No such file or directory); give a folder that can be "
+    assert result.exit_code == 2 and result.output.startswith(said)
     (tmp_path / "notes.txt").write_text("mine")
     result = CliRunner().invoke(app, ["make-tiny", str(tmp_path)])
     assert result.exit_code == 2 and "notes.txt" in result.output
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+WITHOUT_ROOM = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+from dsv4_sglang.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("room", [10_000, 1_000_000])
+def test_a_full_disk_is_named(room: int, tmp_path: Path) -> None:
+    """A limit on the size of files fails as a full disk does, in the library's writer and in Python's."""
+    code = WITHOUT_ROOM.replace("sys.argv[1]", str(room))
+    done = run([sys.executable, "-c", code, "make-tiny", str(tmp_path / "new")])
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "File too large" in line
+    assert re.match(rf"dsv4-sglang make-tiny: cannot write {tmp_path}/new \(.*\); give a folder .* free space$", line)
+    assert not (tmp_path / "new" / "config.json").exists()
 
 
 @pytest.fixture(scope="module")

@@ -200,6 +200,9 @@ def test_append_with_wrong_inputs() -> None:
         handle.append(kv, csa.weights, score, torch.zeros(1, 256))
     with pytest.raises(ValueError, match=r"weights.index_ape is None"):
         handle.append(kv, dataclasses.replace(csa.weights, index_ape=None), score, torch.zeros(1, 512))
+    short = dataclasses.replace(csa.weights, rope=csa.weights.rope[: LONGEST - 1])
+    with pytest.raises(ValueError, match=r"weights.rope has 511 positions; expected at least 512"):
+        handle.append(kv, short, score, torch.zeros(1, 512))
     with pytest.raises(ValueError, match=r"layer 0 \(SWA\): kv_score has shape \(1, 2048\); expected None"):
         manager.acquire(0, ints(slot), ints(0), ints(0)).append(kv, csa.weights, score)
 
@@ -246,6 +249,25 @@ def test_slots_and_blocks_that_cannot_be() -> None:
     assert manager.allocate_block(1) == 0
 
 
+def test_released_blocks_leave_the_table() -> None:
+    """Another request may own them, so a step of the slot is rejected until it has new blocks."""
+    manager = make_manager(slots=1)
+    slot = manager.admit_request()
+    for _ in range(2):
+        manager.allocate_block(slot)
+    manager.release_blocks(slot)
+    assert manager.block_tables.eq(-1).all()
+    before = manager.state.rings.clone()
+    with pytest.raises(ValueError, match=r"position 0 of state slot 0, .* has no block: allocate_block\(0\)"):
+        manager.acquire(0, ints(slot), ints(0), ints(0)).append(torch.zeros(1, 512), Layer.make(0, 0).weights)
+    manager.allocate_block(slot)
+    manager.release_blocks(slot)
+    manager.release_request(slot)
+    with pytest.raises(ValueError, match="has no block"):
+        manager.acquire(0, ints(slot), ints(0), ints(0)).append(torch.zeros(1, 512), Layer.make(0, 0).weights)
+    assert torch.equal(manager.state.rings, before)
+
+
 def test_sizes() -> None:
     """The smaller pool sets the number of blocks, because a block id is valid in all layers."""
     manager = make_manager(num_blocks_per_csa_layer=64, num_blocks_per_hca_layer=2)
@@ -257,6 +279,8 @@ def test_sizes() -> None:
         make_manager(blocks=0)
     with pytest.raises(ValueError, match="max_snapshots is -1; expected at least 0"):
         make_manager(max_snapshots=-1)
+    with pytest.raises(ValueError, match="host_blocks is 5 and host_requests is 0; give host_requests too"):
+        make_manager(host_blocks=5)
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -327,6 +351,43 @@ def test_no_room_on_either_side() -> None:
     manager.discard(offloaded)
     with pytest.raises(ValueError, match="no longer on the host"):
         manager.discard(offloaded)
+
+
+# --- two caches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_on_the_host_belongs_to_its_cache() -> None:
+    """The other cache has a request in the same host rows, and keeps it."""
+    own, other = (make_manager(slots=1, blocks=3, host_requests=1, host_blocks=2, **EXACT) for _ in range(2))
+    requests = [Request.admit(manager, seed) for seed, manager in enumerate((own, other))]
+    for manager, request in zip((own, other), requests):
+        run_step(manager, [(request, 140)])
+    before = all_bytes(other, requests[1].slot)
+    offloaded, others = own.offload(requests[0].slot), other.offload(requests[1].slot)
+    for call in (other.restore, other.discard):
+        with pytest.raises(
+            ValueError, match="in the host memory of another cache: pass it to the cache that offloaded"
+        ):
+            call(offloaded)
+    assert (other.num_free_slots, other.num_free_blocks) == (1, 3)
+    requests[1].slot = other.restore(others)
+    assert all(torch.equal(a, b) for a, b in zip(all_bytes(other, requests[1].slot), before, strict=True))
+    own.discard(offloaded)
+
+
+def test_a_step_and_a_snapshot_belong_to_their_cache() -> None:
+    own, other = (make_manager(max_snapshots=1, **EXACT) for _ in range(2))
+    request = Request.admit(own, 0)
+    run_step(own, [(request, 128)])
+    step, snapshot = own.begin_step(ints(request.slot), ints(128), ints(0)), own.take_snapshot(request.slot)
+    with pytest.raises(ValueError, match="the step belongs to another cache: begin it with begin_step of this one"):
+        other.layer(0, step)
+    for call in (other.admit_request, other.release_snapshot):
+        with pytest.raises(
+            ValueError, match="the snapshot of 128 tokens has been released, or is one of another cache"
+        ):
+            call(snapshot)
+    assert other.num_free_slots == 3
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -189,11 +189,36 @@ def test_e2m1(host):
     assert torch.equal(host("host_e2m1_value", torch.arange(16)), torch.cat([values, -values]))
 
 
+def test_the_source_of_a_quantised_entry_is_its_bf16_rounding():
+    """fp32 values that bf16 rounds across a tie of e4m3, or across a power of two."""
+    x = torch.randn(1000, 448, generator=torch.Generator().manual_seed(0))
+    for got, expected in zip(kv_entries.quantise_e4m3(x), kv_entries.quantise_e4m3(x.bfloat16())):
+        assert torch.equal(got, expected)
+    assert (x != x.bfloat16()).any()
+
+
+def test_the_hadamard_transform_is_orthonormal():
+    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
+    y = index_keys.hadamard(x)
+    torch.testing.assert_close(index_keys.hadamard(y), x)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(y[:, 0], x.sum(-1) / 128**0.5)
+
+
 def test_exponent_of_a_row(host):
     x = all_bf16()
     x = x[(x >= 0) & (x < 2.0**120)]
     expected = kv_entries.ceil_pow2_exponent(x.clamp_min(kv_entries.FP8_AMAX_FLOOR) * (1.0 / kv_entries.FP8_MAX))
     assert torch.equal(host("host_row_exponent", x), expected.float())
+
+
+def test_what_is_not_finite_has_the_scale_nan(host):
+    """NaN of ue8m0 (255) and of e4m3 (0x7F): an entry with such a scale reads as NaN."""
+    x = torch.tensor([float("nan"), -float("nan"), float("inf")])
+    assert host("host_row_exponent", x).tolist() == [255] * 3
+    assert kv_entries.ceil_pow2_exponent(x.abs()).tolist() == [255] * 3
+    assert host("host_nvfp4_scale", x).tolist() == [127, 127, 126]
+    assert host("host_e4m3", x).int().bitwise_and(127).tolist() == [127, 127, 126]
 
 
 def test_scales_of_keys(host):

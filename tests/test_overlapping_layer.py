@@ -128,7 +128,7 @@ def make_backend(
         block_table=i[None],
         window_indices=i[None],
         window_lens=i,
-        hca_indices=i[None],
+        hca_list=lambda: (i[None], i, None),
         track_slots=None,
         is_decode=True,
         copy_src=None,

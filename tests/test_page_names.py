@@ -17,6 +17,22 @@ from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.host_cache.page_names import SAMPLE_STEP, WEIGHT_FLAGS, digest_of_files, page_name, weight_facts
 from dsv4_sglang.srt.integration.options import model_overrides
 
+# Flags that decide weights or arithmetic, written out: a flag that is left out of `WEIGHT_FLAGS` is seen.
+FLAGS = {
+    "revision": "b",
+    "dtype": "float16",
+    "quantization": "fp8",
+    "tp_size": 8,
+    "weight_version": "2",
+    "load_format": "dummy",
+    "custom_weight_loader": ["package.module.load"],
+    "model_loader_extra_config": '{"enable_multithread_load": true}',
+    "speculative_draft_model_path": "org/draft",
+    "speculative_draft_model_revision": "b",
+    "speculative_draft_load_format": "dummy",
+    "speculative_draft_model_quantization": "fp8",
+}
+
 
 def flags_of(model: Path | str, **given: Any) -> SimpleNamespace:
     values = {**dict.fromkeys(WEIGHT_FLAGS), "load_format": "auto", "tp_size": 4, "random_seed": 1}
@@ -56,9 +72,10 @@ def test_flags_and_formats_are_in_the_name(monkeypatch: pytest.MonkeyPatch, tmp_
     model = model_at(tmp_path / "model")
     names = [name_of(model, kv_format=row, key_format=key) for row in ("fp8", "bf16") for key in ("mxfp4", "nvfp4")]
     assert names[0] == name_of(model)
-    for flag in WEIGHT_FLAGS:
-        names.append(name_of(model, **{flag: 8 if flag == "tp_size" else "another"}))
-    names += [name_of(model, load_format="dummy"), name_of(model, load_format="dummy", random_seed=2)]
+    assert set(WEIGHT_FLAGS) == set(FLAGS)
+    names += [name_of(model, **{flag: value}) for flag, value in FLAGS.items()]
+    names.append(name_of(model, load_format="dummy", random_seed=2))
+    names.append(name_of(model, speculative_draft_load_format="dummy", random_seed=2))
     assert name_of(model, random_seed=2) == names[0], "a seed draws no weights that are loaded"
     with monkeypatch.context() as patch:
         patch.setattr("dsv4_sglang.srt.host_cache.page_names.version", lambda package: "0.0.0")

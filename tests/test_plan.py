@@ -27,9 +27,9 @@ from dsv4_sglang.planner import ask_sglang
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS
 from dsv4_sglang.planner.models import Format, Model
-from dsv4_sglang.planner.plan import plan
+from dsv4_sglang.planner.plan import attempt, plan
 from dsv4_sglang.planner.recommend import GOALS, neighbours, recommend
-from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes
+from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes
 from dsv4_sglang.planner.weights import DraftWeights, count_weights
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import Options, from_override_args
@@ -92,10 +92,12 @@ def invoke(*arguments: str, exit_code: int = 0) -> str:
 
 
 def rejected(*arguments: str) -> str:
-    """Return the error of the command in one line. Required options have a default."""
+    """Return the error of the command. Required options have a default."""
     given = {"--gpu": "h200", "--count": "2", "--model": "flash"}
     words = [word for name, value in given.items() if name not in arguments for word in (name, value)]
-    return " ".join(invoke(*words, *arguments, exit_code=2).replace("│", " ").split())
+    usage, hint, empty, *error = invoke(*words, *arguments, exit_code=2).splitlines()
+    assert usage.startswith("Usage: ") and hint.startswith("Try '") and empty == "" and len(error) == 1
+    return error[0]
 
 
 # Weights
@@ -240,6 +242,14 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
     assert graph_bytes(given) == graphs * 2**20
     if dp == 1:  # SGLang has divided the chunk by the ranks; here it is the chunk of all ranks.
         assert activation_bytes(given) == activations * 2**20
+
+
+def test_prefill_graphs_take_no_more_than_measured_by_much() -> None:
+    results = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
+    measured = re.search(r"Prefill graphs took ([\d.]+) GB here", results)
+    assert measured is not None
+    assert 1 <= prefill_graph_bytes(choice()) / (float(measured[1]) * 1e9) < 1.1
+    assert f"**CUDA graphs of prefill** ({prefill_graph_bytes(choice()) // GIB} GiB)" in PLANNING
 
 
 # docs/guides/serving.md and planning.md
@@ -389,6 +399,29 @@ def test_what_is_printed() -> None:
     assert re.search(rf"as given +{made.total_tokens:,} +{made.requests} +256 +{made.snapshots:,}", printed)
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_nothing_is_cut_on_a_narrow_terminal(columns: int) -> None:
+    words = ("--gpu", "h200", "--count", "4", "--model", "flash")
+    result = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": str(columns)})
+    made = plan(choice(count=4))
+    assert result.exit_code == 0 and "…" not in result.output
+    for label, other in neighbours(made.choice):
+        found = attempt(other)
+        figures = "no room" if isinstance(found, str) else f"{found.total_tokens:,} .* {found.in_tree_tokens:,}"
+        name, _, value = label.rpartition(" ")
+        assert re.search(rf"^{name}( {value} +{figures}| +{figures} *\n{value} *)$", result.output, re.MULTILINE), label
+    tables = result.output.split("\n\n")[1:3]
+    assert max(len(line) for table in tables for line in table.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "DeepSeek-V4-Pro"])
+def test_the_printed_model_is_accepted(name: str) -> None:
+    """The command has the model's hub name, and `plan` takes it."""
+    short = name.rpartition("-")[2].lower()
+    model = Model.of(command_of(choice(Model.of(short), count=8).command())["--model-path"])
+    assert model == Model.of(short) and model.name == name
+
+
 def test_sglangs_own_cache_is_compared() -> None:
     """The tokens are those that SGLang's configurator gives with the same flags, summed over ranks."""
     made, ranks = plan(choice(count=8)), plan(choice(count=8, dp=8))
@@ -467,7 +500,7 @@ def test_the_command_runs_without_noise(tmp_path: Path) -> None:
     folder = tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
     words = ("--gpu", "12", "--count", "1", "--context", "4096", "--model")
     done = subprocess.run(
-        [sys.executable, "-m", "dsv4_sglang.cli", "plan", *words, str(folder)],
+        [sys.executable, "-m", "dsv4_sglang", "plan", *words, str(folder)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -548,7 +581,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("--gpu h300", r"--gpu is 'h300'; expected h100, h200, b200, or GiB"),
         ("--gpu -3", r"--gpu is '-3'; expected"),
-        ("--model lite", r"--model 'lite' is no file; expected flash, pro, or a config.json"),
+        ("--model lite", r"--model 'lite' is no file; expected flash, pro, deepseek-ai/\S+ or \S+, or a config.json"),
         ("--count 16", r"splits attention over 16 GPUs, which does not divide the 8 groups .* 1, 2, 4, 8"),
         ("--count 4 --tp 3", r"--count 4 is no multiple of --tp 3"),
         ("--count 4 --dp 3", r"--dp 3 does not divide --tp 4"),
@@ -562,6 +595,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--max-running-requests 20000", r"state slots do not fit.* Lower --max-running-requests"),
         ("--count 4 --max-running-requests 3500 --mem-fraction-static 0.9", r"leaves .* GiB too little .* Lower it"),
         ("--max-running-requests 2 --count 4 --dp 4", r"--max-running-requests 2 is divided by --dp 4"),
+        ("--max-running-requests 0", r"Invalid value for '--max-running-requests': .*greater than or equal to 1"),
         ("--max-snapshots 511", r"max_snapshots is 511; 256 running requests .* need at least 512"),
         ("--kv-cache-dtype fp4", r"'--kv-cache-dtype': .*'fp4' is not one of 'auto', 'fp8_e4m3', 'bfloat16'"),
         ("--speculative-num-draft-tokens 1", r"--speculative-num-draft-tokens 1: expected 2 to 9, .* or 0 for no"),

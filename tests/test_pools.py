@@ -222,3 +222,21 @@ def test_bad_storage() -> None:
         storage_of(schema(SWA), slots=0)
     with pytest.raises(ValueError, match="no layers"):
         storage_of()
+
+
+@pytest.mark.parametrize("slot", [-1, 4])
+def test_a_slot_that_does_not_exist(slot: int) -> None:
+    """No slot changes. A negative number would count from the end."""
+    storage = storage_of(schema(CSA), slots=4)
+    for tensor in storage.tensors:
+        tensor.fill_(7)
+    calls = (
+        lambda: storage.reset_slot(slot),
+        lambda: storage.copy_slot(slot, 0),
+        lambda: storage.copy_slot(0, slot),
+        lambda: storage.resume_slot(slot, 128),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"slot {slot} does not exist; expected 0\.\.3"):
+            call()
+    assert all(bool((tensor == 7).all()) for tensor in storage.tensors)

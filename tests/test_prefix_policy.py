@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from benchmarks.agent_trace import Turn, load
 from benchmarks.prefix_simulation import (
@@ -16,13 +17,12 @@ from benchmarks.prefix_simulation import (
     Simulation,
     expected_blind,
 )
-from benchmarks.prefix_tree import TreeRegistry
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.policy import REMEMBERED, SnapshotRegistry
 
 
-def hits(turns: Iterable[Turn], tokens: int, registry: type[TreeRegistry] = TreeRegistry) -> float:
+def hits(turns: Iterable[Turn], tokens: int, registry: type[SnapshotRegistry] = SnapshotRegistry) -> float:
     """Return the fraction of an infinite cache's hits in a pool of `tokens` tokens with enough snapshots."""
     simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, registry=registry)
     simulation.run(turns)
@@ -108,3 +108,73 @@ def test_a_new_mean_interval_counts_as_a_change() -> None:
         changes, interval = registry.changes, registry.mean_interval
         step()
         assert registry.mean_interval != interval and registry.changes > changes, step.__name__
+
+
+def test_the_mean_interval() -> None:
+    """Waits of branch ends per reuse, limited by the mean wait of the reused ones. Only ends of branches count."""
+    registry, decay = SnapshotRegistry(8), 1 - 1 / 256
+
+    def wait(ticks: int) -> None:
+        for _ in range(ticks):
+            registry.tick()
+
+    registry.add(1, 10 * BLOCK, 0)
+    wait(4)
+    assert registry.use(1) == registry.mean_interval == registry.interval[1] == 4
+    wait(2)
+    assert registry.use(1) == 2
+    assert registry.interval[1] == (4 + 2) / 2
+    assert registry.mean_interval == pytest.approx((4 * decay + 2) / (decay + 1))
+    registry.add(2, 20 * BLOCK, 1)
+    registry.add(3, 30 * BLOCK, 1)
+    assert registry.interval[[2, 3]].tolist() == [3, 0], "a continued branch inherits, a fork does not"
+    before = registry.mean_interval
+    wait(100)
+    registry.use(1)
+    assert registry.mean_interval == before, "no end of a branch"
+    registry.remove(3)
+    reused = 4 + (2 - 4) / 32
+    assert registry.mean_interval == 2 * reused, "the limit"
+    for _ in range(3):
+        registry.use(2)
+    waits, uses = ((4 * decay + 2) * decay + 100) * decay + 100, ((decay + 1) * decay) * decay + 1
+    waits, uses = waits * decay * decay, (uses * decay + 1) * decay + 1
+    reused += (100 - reused) / 32
+    reused += (0 - reused) / 32
+    reused += (0 - reused) / 32
+    assert registry.mean_interval == pytest.approx(min(waits / uses, 2 * reused))
+    registry.remove(1)
+    assert registry.mean_interval == pytest.approx(min(waits / uses, 2 * reused)), "no end of a branch either"
+
+
+def test_ghosts_are_counted_once_and_forgotten_oldest_first() -> None:
+    registry = SnapshotRegistry(2)
+    most = REMEMBERED * len(registry.held)
+    for path_hash in range(1, most + 2):
+        registry.add(1, BLOCK, 0)
+        registry.tick()
+        registry.tick()
+        registry.remove(1, path_hash)
+        if path_hash == 2:  # 1 comes again, and is now younger than 2
+            registry.add(1, BLOCK, 0)
+            registry.remove(1, 1)
+    now = registry.now
+    assert registry.ghost_hit([2]) == 0, "forgotten"
+    assert registry.ghost_hit([1]) == now - 4
+    assert registry.ghost_hit([999, 4, 5]) == now - 6, "the time since its last use, of the longest path"
+    assert registry.ghost_hit([4]) == 0, "counted already"
+    assert registry.ghost_hit([5]) == now - 8
+    registry.add(1, BLOCK, 0)
+    registry.remove(1)
+    assert registry.ghost_hit([0]) == 0, "no ghost without a hash"
+
+
+def test_the_host_gets_the_most_valuable_snapshots_first_and_each_once() -> None:
+    registry = SnapshotRegistry(6)
+    for slot in range(1, 7):
+        registry.add(slot, slot * BLOCK, 0)
+    registry.pending_write[1:6] = True
+    registry.attempted[4] = registry.copied[5] = True
+    assert registry.to_copy() == [3, 2, 1]
+    registry.attempted[2] = True
+    assert registry.to_copy() == [3, 1]

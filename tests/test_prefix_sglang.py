@@ -13,7 +13,8 @@ from prefix_tree_server import BLOCK, TIMES, Request, TreeServer, without_a_serv
 from benchmarks.agent_trace import Turn
 from benchmarks.prefix_simulation import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
-from dsv4_sglang.srt.prefix_cache.component import LeafOrder
+from dsv4_sglang.srt.prefix_cache import component as component_module
+from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +173,88 @@ def test_a_step_with_little_room_takes_the_end_of_the_prompt() -> None:
     assert [length for length, _ in server.component.plan_prefill(request, room=1)] == [9 * BLOCK]
 
 
+def test_a_step_with_little_room_takes_the_branch_point_before_others() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=2, chunk=30)
+    run(server, [0, 1, 2, 3, 4, 20])
+    server.press(0, 20)  # the blocks stay
+    request = server.admit(list(range(9)))
+    assert request is not None and request.mamba_branching_seqlen == 5 * BLOCK
+    request.extend_range.end = request.prompt
+    taken = server.component.plan_prefill(request, room=3)
+    assert [length for length, _ in taken] == [5 * BLOCK, 8 * BLOCK, 9 * BLOCK]
+
+
+def test_the_requests_of_a_step_share_its_room() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=1, chunk=30)
+    server.pool.mamba_pool = SimpleNamespace(staging=5)
+    batch = SimpleNamespace(req_to_token_pool=server.pool, tree_cache=server.cache, dsv4_plan=[])
+    for keys in ([1, 2, 3, 4], [5, 6, 7, 8], [9, 9]):
+        request = server.admit(keys)
+        assert request is not None
+        request.extend_range.end = request.prompt
+        snapshot_schedule.plan_request(batch, request)
+    assert [len(taken) for taken in batch.dsv4_plan] == [4, 1, 0]
+
+
+def test_only_prefill_steps_get_the_plan() -> None:
+    backend = snapshot_schedule.PrefillPlanTaker()
+    runner, table = SimpleNamespace(attn_backend=backend), torch.ones(1, 1, 2)
+    for prefill, expected in ((True, table), (False, None)):
+        mode = SimpleNamespace(is_extend_without_speculative=lambda prefill=prefill: prefill)
+        batch = SimpleNamespace(forward_mode=mode, dsv4_plan_table=table)
+        assert snapshot_schedule.pass_plan_to_backend(lambda *arguments: arguments, int, batch, runner)
+        assert backend.prefill_plan is expected
+
+
+def test_kept_snapshots_of_a_generation_stay() -> None:
+    """A rolling snapshot at a multiple of the interval stays when the next one replaces the others."""
+    server = TreeServer(blocks=64, snapshots=20, interval=2, chunk=30)
+    run(server, [1], tail=5, decode=5)
+    held = server.component.slots.registry
+    assert sorted(held.length[held.held].tolist()) == [n * BLOCK for n in (1, 2, 4, 6)]
+
+
+def test_ghost_hits_stay_in_their_name_space() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
+
+    def visit(space: str) -> float:
+        request = server.admit([1, 2, 3])
+        assert request is not None
+        request.extra_key = space
+        before = server.component.slots.registry._used_after
+        server.prefill_all(request)
+        server.finish(request)
+        return server.component.slots.registry._used_after - before
+
+    visit("a")
+    server.press(64, 0)
+    for _ in range(9):
+        server.component.slots.registry.tick()
+    assert visit("b") == 0
+    assert visit("a") > 0
+
+
+def test_reasons_of_evictions_do_not_stay() -> None:
+    server = TreeServer(blocks=8, snapshots=20, interval=2, chunk=30)
+    run(server, list(range(5)), tail=44)
+    server.press(0, 18)
+    server.press(8, 0)
+    count = server.component.metrics.total
+    assert count("snapshots_evicted", "slots") > 0 < count("snapshots_evicted", "blocks")
+
+
+def test_nothing_of_a_request_stays_after_its_end() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=1, chunk=2)
+    request = started(server, [1, 2, 3])
+    assert server.decode(request, 50)
+    server.finish(request)
+    assert getattr(request, component_module.PENDING) is None and getattr(request, component_module.WAITING) is None
+    slots = server.component.slots
+    assert slots.available_size() + len(slots.nodes) == slots.num_slots
+    with pytest.raises(ValueError, match="21 slots are free of 20"):
+        slots.give_back([1] * (21 - slots.available_size()))
+
+
 def test_waiting_requests_hold_no_live_slot() -> None:
     server = TreeServer(blocks=64, snapshots=20, requests=1)
     run(server, [1, 2, 3])
@@ -242,23 +325,18 @@ def test_a_loop_over_more_than_fits_keeps_hitting_a_part(fewer: int, count: int,
     assert sum(hit > 0 for hit in hits[2 * count :]) >= least
 
 
-def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
-    """The new registry counts its changes from 0 after the flush and may reach the old counts."""
-
-    def priorities(order: LeafOrder) -> list[tuple[float, float]]:
-        return [order.get_priority(node) for _, node in sorted(server.component.slots.nodes.items())]
-
+def test_a_flush_empties_the_orders_of_eviction() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
-    order = server.cache.tree_core.eviction_strategy
-    assert isinstance(order, LeafOrder)
-    for keys in ([1, 2], [3, 4], [1, 2]):
-        run(server, keys)
-    before, changes = priorities(order), server.component.slots.registry.changes
+    run(server, [1, 2])
+    server.component._evict_snapshot(next(iter(server.component.slots.nodes.values())))
+    run(server, [3, 4])
+    server.check()
     server.flush()
-    for keys in ([1, 2], [3, 4], [3, 4]):
-        run(server, keys)
-    assert server.component.slots.registry.changes == changes, "the test does not test"
-    assert priorities(order) == priorities(LeafOrder(server.component.slots)) != before
+    server.check()
+    leaves = server.cache.tree_core.evictable_device_leaves
+    assert not leaves and leaves.first() is None and not server.component.slots.registry.leaves.entries
+    run(server, [5, 6])
+    assert [leaves.first()] == list(server.component.slots.nodes.values())
 
 
 def test_an_idle_server_spends_little_time_on_checks_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:

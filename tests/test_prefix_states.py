@@ -3,6 +3,8 @@ had not been interrupted."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from layer_harness import make_step
@@ -74,8 +76,12 @@ def test_a_state_goes_to_a_snapshot_and_back(
     assert torch.equal(csa[:, 1, ~is_kept], untouched[:, ~is_kept])
 
 
-def test_copies_are_timed_without_waiting(device: torch.device) -> None:
+def test_copies_are_timed_without_waiting(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """In seconds. On a CPU the clock is read before and after a copy, on a GPU the device measures."""
     timer, seen = CopyTimer(device), list[float]()
+    clock = iter([1.0, 1.5, 2.0, 5.0, 7.0, 7.25])
+    if device.type == "cpu":
+        monkeypatch.setattr(copy_timer, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     timer.finished = seen.append
     source = torch.ones(1 << 24, device=device)
     for _ in range(3):
@@ -86,6 +92,7 @@ def test_copies_are_timed_without_waiting(device: torch.device) -> None:
     for _ in range(2):
         timer.poll()
         assert len(seen) == 3 and 1e-6 < sum(seen) < 10, "each copy counts once"
+        assert device.type == "cuda" or seen == [0.5, 3.0, 0.25]
 
 
 class LateEvent:
@@ -105,8 +112,9 @@ class LateEvent:
         return self.at + self.BEHIND <= self.recorded
 
     def elapsed_time(self, end: LateEvent) -> float:
+        """Return milliseconds, as CUDA does: two seconds for one record."""
         assert self.query() and end.query(), "this would raise, and waiting must not be the answer"
-        return float(end.at - self.at)
+        return 2000.0 * (end.at - self.at)
 
 
 def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +130,7 @@ def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.Mon
             pass
     assert LateEvent.made <= LateEvent.BEHIND + 4
     timer.poll()
-    assert len(seen) == 1000 - LateEvent.BEHIND // 2, "each block that is over counts once"
+    assert seen == [2.0] * (1000 - LateEvent.BEHIND // 2), "each block that is over counts once, in seconds"
 
 
 def test_bytes_are_those_allocated() -> None:

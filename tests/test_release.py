@@ -1,6 +1,7 @@
 """Tests that the version is the same everywhere, that pins agree, and that a pure wheel is complete and
 reproducible."""
 
+import os
 import re
 import subprocess
 import sys
@@ -47,3 +48,16 @@ def test_a_pure_wheel_has_the_sources_and_is_reproducible(tmp_path: Path, monkey
     sources = {str(Path("dsv4_sglang") / p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     assert sources <= set(names)
     assert not [name for name in names if name.endswith(".so")], "a library of this machine is in the pure wheel"
+
+
+@pytest.mark.parametrize("recipe", ["cpu", "cuda"])
+def test_setup_takes_no_other_python_than_the_one_that_is_named(recipe: str, tmp_path: Path) -> None:
+    """An unsuitable PYTHON was skipped in silence."""
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    command, named = ["tools/setup.sh", str(tmp_path / "venv"), recipe], {**os.environ, "PYTHON": str(old)}
+    done = subprocess.run(command, cwd=ROOT, env=named, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("setup: ") and str(old) in line
+    assert not (tmp_path / "venv").exists()

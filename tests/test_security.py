@@ -23,7 +23,9 @@ WRITES = {
 WRITING = {
     "ops/extension.py": "the compiled extension",
     "planner/ask_sglang.py": "dsv4-sglang plan",
+    "srt/host_cache/files.py": "stored pages",
     "srt/host_cache/folder.py": "stored pages",
+    "srt/host_cache/locks.py": "stored pages",
     "srt/host_cache/nixl.py": "stored pages",
     "srt/host_cache/storage.py": "stored pages",
     "testing/tiny.py": "dsv4-sglang make-tiny",

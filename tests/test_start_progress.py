@@ -74,5 +74,12 @@ def test_a_start_says_what_it_compiles_and_records(
     )
 
 
+def test_decode_graphs_are_counted_too() -> None:
+    runner = SimpleNamespace(capture_num_tokens=None, capture_bs=[1, 2, 4])
+    described = note_graph(lambda _runner, size: start_progress.describe(Counter()), runner, 4)
+    assert described == "recording decode graph 1 of 3 (4 requests)"
+    assert start_progress.describe(Counter()) == ""
+
+
 def test_a_start_that_waits_for_something_else_says_nothing() -> None:
     assert start_progress.describe(Counter()) == ""

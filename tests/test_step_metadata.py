@@ -38,7 +38,9 @@ def check_blocks_and_entries(step: StepMetadata, token: int, request: int, t: in
     assert step.block_table[request, :blocks].tolist() == tables.pages[request, :blocks].tolist()
     assert step.csa_lens[token] == min((t + 1) // 4, TOP_K)
     assert step.hca_lens[token] == (t + 1) // BLOCK
-    assert step.hca_indices[token, : (t + 1) // BLOCK].tolist() == tables.pages[request, : (t + 1) // BLOCK].tolist()
+    indices, _, owner = step.hca_list()
+    listed = indices[token if owner is None else owner[token], : (t + 1) // BLOCK]
+    assert listed.tolist() == tables.pages[request, : (t + 1) // BLOCK].tolist()
     assert step.out_loc[token] % BLOCK == t % BLOCK
     assert step.block_table.shape[1] % 64 == 0
 
@@ -263,7 +265,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         padding=padding,
     )
     more = 1 if padding else 0
-    assert not step.is_decode
+    assert not step.is_decode and step.hca_indices is None
     assert step.window_size == len(positions) + 128 * (n + more)
     assert step.slots.tolist() == tables.state_slot[1:].tolist() + [-1] * more
     assert step.prefix_lens.tolist() == prefix.tolist() + [0] * more
@@ -283,3 +285,30 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         check_blocks_and_entries(step, i, b, t, tables)
         held = [200 + 2 * b + k for k, end in enumerate(due[b]) if end - 128 <= t < end]
         assert step.track_slots[i] == (held[0] if held else -1)
+
+
+def test_a_prefill_beside_a_million_tokens_is_small() -> None:
+    """No tensor of the step has a column per block of the longest request for each token."""
+    tokens, length = 1000, 1 << 20
+    prefix, chunk = torch.tensor([0, length - 1]), torch.tensor([tokens - 1, 1])
+    positions = torch.cat([torch.arange(tokens - 1), torch.tensor([length - 1])])
+    req_to_token = torch.arange(length, dtype=torch.int32).expand(3, -1)
+    step = build_prefill(
+        req_pool_indices=torch.tensor([1, 2]),
+        prefix_lens=prefix,
+        chunk_lens=chunk,
+        positions=positions,
+        out_loc=positions,
+        req_to_token=req_to_token,
+        state_slot_of_request=torch.arange(3),
+        track_slots=None,
+        track_lens=None,
+        top_k=TOP_K,
+        max_length=length,
+    )
+    shapes = {name: tuple(x.shape) for name, x in vars(step).items() if isinstance(x, torch.Tensor)}
+    assert shapes.pop("window_indices") == (tokens, BLOCK) and shapes.pop("block_table") == (2, length // BLOCK)
+    assert max(map(len, shapes.values())) == 1, shapes
+    indices, lens, owner = step.hca_list()
+    assert owner is not None and lens[[127, -1]].tolist() == [1, length // BLOCK]
+    assert torch.equal(indices[owner[-1], : length // BLOCK], torch.arange(length // BLOCK))

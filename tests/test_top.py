@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, client
+from dsv4_sglang.cli.top import Page
 
 SGLANG_ALONE = '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{engine_type="unified"} 1.0\n'
 
@@ -50,11 +51,45 @@ def test_one_line_says_why_nothing_is_shown(status: int, page: str, words: str) 
         assert_fails_with_one_line(url, words)
 
 
+def page_at(seconds: float, hits: float, before: Page | None = None) -> Page:
+    return Page(seconds, {("hits", "0", ""): hits, ("hits", "0", "host"): 1.0, ("hits", "1", ""): 7.0}, before)
+
+
+def test_changes_and_rates_are_those_since_the_last_frame() -> None:
+    first = page_at(10.0, 5.0)
+    assert (first.change("hits", "0"), first.rate("hits", "0")) == (6.0, None)
+    second = page_at(14.0, 13.0, first)
+    assert (second.get("hits", "0"), second.get("hits", "0", ""), second.get("hits", "1")) == (14.0, 13.0, 7.0)
+    assert (second.change("hits", "0"), second.rate("hits", "0")) == (8.0, 2.0)
+    assert second.get("misses", "0") is None and second.change("misses", "0") == 0.0
+
+
 @pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)
 def test_one_line_says_that_there_is_no_server(command: tuple[str, ...]) -> None:
     with answering(200, "") as url:
         pass
     assert_fails_with_one_line(url, f"no server answers at {url}", *command)
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:secret@127.0.0.1:{port}",
+        "http://secret@127.0.0.1:{port}",
+        "htp://me:secret@host",
+        "http://me:secret@host:99999",
+        "http://me:p/secret@x@host",
+    ],
+)
+def test_a_password_is_not_printed(url: str, command: tuple[str, ...]) -> None:
+    with answering(200, "") as server:
+        pass
+    given = url.format(port=server.rpartition(":")[2])
+    result = CliRunner().invoke(app, [command[0], given, *command[1:]])
+    assert result.exit_code == 1 and len(result.output.splitlines()) == 1
+    assert "secret" not in result.output and "me" not in result.output.partition("//")[2].partition("@")[0]
+    assert "127.0.0.1" not in given or "has a user name or a password, which SGLang does not take; " in result.output
 
 
 @pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)

@@ -17,7 +17,7 @@ class V41AttendCase(AttendCase):
     """Arguments of `attend_v41`, in order."""
 
     def v41_args(self, device: torch.device | str = "cpu") -> tuple:
-        return self.args(device)[:-1]
+        return self.args(device)[:-2]
 
     def expected(self) -> Tensor:
         return read_v41.attend_v41(*self.v41_args())

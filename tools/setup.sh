@@ -19,11 +19,12 @@ if [ -z "$recipe" ]; then
   if nvidia-smi -L 2>/dev/null | grep -q GPU; then recipe=cuda; else recipe=cpu; fi
 fi
 
-# Print the first candidate interpreter that runs and whose version satisfies the Python expression $1.
+# Print the first candidate interpreter that runs and whose version satisfies the Python expression $1. Only PYTHON is a
+# candidate if it is set.
 find_python() {
   local wanted=$1 candidate
   shift
-  for candidate in ${PYTHON:-} "$@"; do
+  for candidate in ${PYTHON:-"$@"}; do
     if "$candidate" -c "import sys; v = sys.version_info[:2]; sys.exit(not ($wanted))" 2>/dev/null; then
       command -v "$candidate"
       return 0
@@ -36,13 +37,13 @@ case $recipe in
   cpu)
     python=$(find_python "v == (3, 11)" python3.11 python3) || {
       echo "setup: the CPU recipe needs Python 3.11 (tools/requirements-cpu.txt is for 3.11); none of" \
-        "'python3.11', 'python3' is one. Install it, or name it: make setup PYTHON=/path/to/python3.11" >&2
+        "${PYTHON:-"'python3.11', 'python3'"} is one. Install it, or name it: make setup PYTHON=/path/to/python3.11" >&2
       exit 1
     }
     ;;
   cuda)
     python=$(find_python "(3, 10) <= v <= (3, 13)" python3.12 python3.11 python3.13 python3.10 python3) || {
-      echo "setup: needs Python 3.10 to 3.13. Install one, or name it: make setup PYTHON=/path/to/python3" >&2
+      echo "setup: needs Python 3.10 to 3.13${PYTHON:+, which $PYTHON is not}. Install one, or name it: make setup PYTHON=/path/to/python3" >&2
       exit 1
     }
     ;;

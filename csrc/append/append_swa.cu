@@ -39,13 +39,13 @@ __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_const
   }
   float amax = 0;
   if (channel < p.nope) {
-    amax = fmaxf(fmaxf(fabsf(low_bf16(pair[0])), fabsf(high_bf16(pair[0]))),
-                 fmaxf(fabsf(low_bf16(pair[1])), fabsf(high_bf16(pair[1]))));
+    amax = max_magnitude(max_magnitude(low_bf16(pair[0]), high_bf16(pair[0])),
+                         max_magnitude(low_bf16(pair[1]), high_bf16(pair[1])));
   }
   amax = warp_max(amax);
   if (thread % 32 == 0) warp_amax[thread / 32] = amax;
   __syncthreads();
-  amax = fmaxf(fmaxf(warp_amax[0], warp_amax[1]), fmaxf(warp_amax[2], warp_amax[3]));
+  amax = max_magnitude(max_magnitude(warp_amax[0], warp_amax[1]), max_magnitude(warp_amax[2], warp_amax[3]));
   const uint32_t exponent = row_exponent(amax);
   const float inverse = exp2_of_biased(254 - exponent);
 

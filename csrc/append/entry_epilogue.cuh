@@ -141,12 +141,12 @@ struct QuadFinish {
     packed.word[0] = low, packed.word[1] = high;
     if (format == kBf16) return packed;
     x = make_float4(low_bf16(low), high_bf16(low), low_bf16(high), high_bf16(high));
-    const float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+    const float largest = max_magnitude(max_magnitude(x.x, x.y), max_magnitude(x.z, x.w));
     const float peak = warp_max(thread < kFirstRopeThread ? largest : 0);
     if (lane == 0) scratch.peak[warp] = peak;
     barrier(id, kRowThreads);
     const float* m = scratch.peak;
-    packed.exponent = row_exponent(fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3])));
+    packed.exponent = row_exponent(max_magnitude(max_magnitude(m[0], m[1]), max_magnitude(m[2], m[3])));
     if (thread < kFirstRopeThread) {
       const float inverse = exp2_of_biased(254 - packed.exponent);
       packed.word[0] = e4m3_pair(x.x * inverse, x.y * inverse) | e4m3_pair(x.z * inverse, x.w * inverse) << 16;

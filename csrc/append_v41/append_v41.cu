@@ -80,7 +80,7 @@ __device__ __forceinline__ float4 rotate(float4 x, const float* rope, int64_t po
 }
 
 __device__ __forceinline__ float largest(float4 x) {
-  return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+  return max_magnitude(max_magnitude(x.x, x.y), max_magnitude(x.z, x.w));
 }
 
 /// Four adjacent channels of a window entry; eight threads share a scale.

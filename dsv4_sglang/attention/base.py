@@ -22,15 +22,19 @@ class EntryList(NamedTuple):
         table: KV buffer [blocks, entries per block, width].
         indices: int32 [T, K], indices of entries in `table`, -1 for none.
         topk_length: int32 [T]. Token t attends to the first `topk_length[t]` of its indices; the rest is undefined.
+        owner: int32 [T]. Tokens of a request share a list: that of token t is row `owner[t]` of `indices`, which then
+            is [B, K]. None if each token has its own.
     """
 
     table: Tensor
     indices: Tensor
     topk_length: Tensor
+    owner: Tensor | None = None
 
     def of_tokens(self, part: slice) -> EntryList:
-        """Return the lists of the tokens in `part`."""
-        return self._replace(indices=self.indices[part], topk_length=self.topk_length[part])
+        """Return the lists of the tokens in `part`, one for each."""
+        indices = self.indices[part] if self.owner is None else self.indices[self.owner[part]]
+        return EntryList(self.table, indices, self.topk_length[part])
 
 
 class AttendInputs(NamedTuple):
@@ -62,16 +66,17 @@ class AttendInputs(NamedTuple):
     @classmethod
     def from_op(cls, sink: Tensor, *args: Any) -> AttendInputs:
         """Return the inputs from the op's arguments after `q`."""
-        *lists, positions, rope, scale, kv_format = args
-        entries = None if any(x is None for x in lists[3:]) else EntryList(*lists[3:])
+        lists, (positions, rope, scale, kv_format, *owner) = args[:6], args[6:]
+        entries = None if any(x is None for x in lists[3:]) else EntryList(*lists[3:], *owner)
         return cls(
             sink, sink.shape[0], EntryList(*lists[:3]), entries, positions, rope, scale, KVFormat.from_code(kv_format)
         )
 
     def op_args(self) -> tuple[Any, ...]:
         """Return the op's arguments after `q`."""
-        entries = self.entries or (None, None, None)
-        return self.sink, *self.window, *entries, self.positions, self.rope, self.scale, self.kv_format.code
+        *entries, owner = self.entries or (None, None, None, None)
+        read = self.positions, self.rope, self.scale, self.kv_format.code
+        return self.sink, *self.window[:3], *entries, *read, owner
 
 
 class LayerOutput(NamedTuple):

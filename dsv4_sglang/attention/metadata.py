@@ -132,6 +132,7 @@ def _step_in(
         out_loc=out_loc,
         block_table=buffers.block_table[:requests],
         **{name: getattr(buffers, name)[:tokens] for name in PER_TOKEN},
+        hca_indices=buffers.hca_indices[:tokens],
         **more,
     )
 
@@ -170,6 +171,7 @@ def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -
         getattr(buffers, name).copy_(getattr(step, name))
     for name in PER_TOKEN:
         getattr(buffers, name)[:tokens].copy_(getattr(step, name))
+    buffers.hca_indices[:tokens].copy_(buffers.block_table[owner])
     buffers.token_track[:tokens].copy_(_token_tracks(buffers.track_slots, buffers.track_lens, owner, positions))
 
 

@@ -41,6 +41,8 @@ MAX_GATHERED = 1 << 19
 # Maximum number of gathered entries per token of the step. Above it gathering costs more than it saves (0.5 ns an entry
 # against 0.2 us a token).
 MAX_GATHERED_PER_TOKEN = 256
+# Maximum number of listed entries at a time, 64 MiB. With more, each layer lists them for some tokens after the other.
+MAX_LISTED = 1 << 24
 _ENTRIES_PER_PROGRAM = 16
 
 
@@ -87,19 +89,21 @@ def _gather_kernel(
 
 @triton.jit
 def _join_kernel(
-    entry_indices_ptr, entry_lens_ptr, window_indices_ptr, window_lens_ptr, places_ptr, out_ptr, out_lens_ptr,
-    entry_indices_stride, window_indices_stride, width, window_size, per_block,
-    COLUMNS: tl.constexpr,
+    entry_indices_ptr, entry_lens_ptr, entry_owner_ptr, window_indices_ptr, window_lens_ptr, places_ptr, out_ptr,
+    out_lens_ptr, entry_indices_stride, window_indices_stride, width, window_size, per_block,
+    SHARED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens). Write the token's list in the gathered buffer: compressed entries, window entries, then -1."""
+    """Grid (tokens). Write the token's list in the gathered buffer: compressed entries, window entries, then -1.
+    SHARED: tokens of a request share the list of entries."""
     t = tl.program_id(0).to(tl.int64)
+    entry_list = tl.load(entry_owner_ptr + t).to(tl.int64) if SHARED else t
     entries = tl.load(entry_lens_ptr + t)
     total = entries + tl.load(window_lens_ptr + t)
     tl.store(out_lens_ptr + t, total)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         is_entry = column < entries
-        index = tl.load(entry_indices_ptr + t * entry_indices_stride + column, mask=is_entry, other=-1)
+        index = tl.load(entry_indices_ptr + entry_list * entry_indices_stride + column, mask=is_entry, other=-1)
         found = is_entry & (index >= 0)
         block = index // per_block
         place = tl.load(places_ptr + block, mask=found, other=0)
@@ -128,6 +132,12 @@ def _sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sin
 def _entries_per_block(ratio: int) -> int:
     """Return the number of entries of a KV buffer that belong to one block."""
     return BLOCK_TOKENS // ratio if ratio else 1
+
+
+def _joined_width(inputs: AttendInputs) -> int:
+    """Return the width of the lists of `inputs` in the gathered buffer."""
+    width = inputs.window.indices.shape[1] + (inputs.entries.indices.shape[1] if inputs.entries else 0)
+    return -(-width // JOINED_ALIGNMENT) * JOINED_ALIGNMENT
 
 
 class SparsePrefillAttention(FlashMLAKernel):
@@ -179,8 +189,16 @@ class SparsePrefillAttention(FlashMLAKernel):
         self._shared_lists.clear()
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
-        table, (lists, lens) = self._gather(inputs), self._joined_lists(inputs)
-        return _sparse_attention(q, table, lists, lens, inputs.sink, inputs.scale)
+        table, tokens = self._gather(inputs), q.shape[0]
+        at_once = max(1, MAX_LISTED // _joined_width(inputs))
+        if tokens <= at_once:
+            return _sparse_attention(q, table, *self._shared_or_joined_lists(inputs), inputs.sink, inputs.scale)
+        out = torch.empty_like(q)
+        for begin in range(0, tokens, at_once):
+            part = slice(begin, begin + at_once)
+            lists = self._joined_lists(inputs, part)
+            out[part] = _sparse_attention(q[part], table, *lists, inputs.sink, inputs.scale)
+        return out
 
     def _gather(self, inputs: AttendInputs) -> Tensor:
         """Gather bf16 entries: the window workspace, then the compressed entries of each block of the step."""
@@ -198,21 +216,29 @@ class SparsePrefillAttention(FlashMLAKernel):
         )
         return table
 
-    def _joined_lists(self, inputs: AttendInputs) -> tuple[Tensor, Tensor]:
-        """Return each token's list in the gathered buffer and its length. Only CSA layers have lists of their own."""
-        if inputs.ratio in self._shared_lists:
-            return self._shared_lists[inputs.ratio]
-        _, window_indices, window_lens = inputs.window
+    def _shared_or_joined_lists(self, inputs: AttendInputs) -> tuple[Tensor, Tensor]:
+        """Return the lists of all tokens. Only CSA layers have lists of their own."""
+        if inputs.ratio == CSA_RATIO:
+            return self._joined_lists(inputs, slice(None))
+        if inputs.ratio not in self._shared_lists:
+            self._shared_lists[inputs.ratio] = self._joined_lists(inputs, slice(None))
+        return self._shared_lists[inputs.ratio]
+
+    def _joined_lists(self, inputs: AttendInputs, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the list in the gathered buffer of each token in `part`, and its length."""
+        window_indices, window_lens = inputs.window.indices[part], inputs.window.topk_length[part]
         if inputs.entries:
-            _, entry_indices, entry_lens = inputs.entries
+            _, entry_indices, entry_lens, owner = inputs.entries
+            entry_lens = entry_lens[part]
+            entry_indices, owner = (entry_indices[part], owner) if owner is None else (entry_indices, owner[part])
         else:
-            entry_indices, entry_lens = window_indices[:, :0], torch.zeros_like(window_lens)
-        tokens = entry_lens.shape[0]
-        width = -(-(entry_indices.shape[1] + window_indices.shape[1]) // JOINED_ALIGNMENT) * JOINED_ALIGNMENT
+            entry_indices, entry_lens, owner = window_indices[:, :0], torch.zeros_like(window_lens), None
+        tokens, width = entry_lens.shape[0], _joined_width(inputs)
         lists = window_indices.new_empty(tokens, width)
         lens = torch.empty_like(entry_lens)
         _join_kernel[(tokens,)](
-            *(entry_indices, entry_lens, window_indices, window_lens, self._places, lists, lens),
+            *(entry_indices, entry_lens, entry_lens if owner is None else owner, window_indices, window_lens),
+            *(self._places, lists, lens),
             *(
                 entry_indices.stride(0),
                 window_indices.stride(0),
@@ -220,9 +246,8 @@ class SparsePrefillAttention(FlashMLAKernel):
                 self._window_size,
                 _entries_per_block(inputs.ratio),
             ),
+            SHARED=owner is not None,
             COLUMNS=256,
             num_warps=4,
         )
-        if inputs.ratio != CSA_RATIO:
-            self._shared_lists[inputs.ratio] = lists, lens
         return lists, lens

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4_sglang.attention.base import EntryList
 from dsv4_sglang.attention.triton_entries import table_stride
 from dsv4_sglang.formats.buffers import StorageFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM, ROPE_DIM
@@ -85,22 +86,21 @@ class TensorChecker(NamedTuple):
                 f"multiples of {_ALIGNMENT}"
             )
 
-    def listed(
-        self, name: str, table: Tensor, indices: Tensor, lens: Tensor, stored: StorageFormat, tokens: int
-    ) -> None:
+    def listed(self, name: str, entries: EntryList, stored: StorageFormat, tokens: int) -> None:
         """Check a buffer and the list of its entries that each token attends to.
 
         Args:
             name: name of the buffer, for messages.
-            table: the buffer.
-            indices: int32 [tokens, K].
-            lens: int32 [tokens].
+            entries: the buffer with the lists.
             stored: format of the entries.
             tokens: number of tokens.
         """
-        self.table(name, table, stored)
-        self.tensor(f"the list of {name}", indices, torch.int32, (tokens, None), dense_from=1)
-        self.tensor(f"the lengths of the list of {name}", lens, torch.int32, (tokens,))
+        self.table(name, entries.table, stored)
+        lists = tokens if entries.owner is None else None
+        self.tensor(f"the list of {name}", entries.indices, torch.int32, (lists, None), dense_from=1)
+        self.tensor(f"the lengths of the list of {name}", entries.topk_length, torch.int32, (tokens,))
+        if entries.owner is not None:
+            self.tensor(f"the owner of the list of {name}", entries.owner, torch.int32, (tokens,))
 
     def rotation(self, tokens: int, positions: Tensor, rope: Tensor) -> None:
         """Check the positions of the tokens, int64 [tokens], and the RoPE table, fp32 [positions, 64]."""

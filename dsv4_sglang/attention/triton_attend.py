@@ -150,15 +150,16 @@ def _load_entries(
 def _attend_kernel(
     q_ptr, sink_ptr,
     window_ptr, window_indices_ptr, window_lens_ptr,
-    entries_ptr, entry_indices_ptr, entry_lens_ptr,
+    entries_ptr, entry_indices_ptr, entry_lens_ptr, entry_owner_ptr,
     positions_ptr, rope_ptr, out_ptr, partial_ptr, stats_ptr,
     scale, heads, splits, q_token_stride, q_head_stride,
     window_indices_stride, window_block_stride, window_entries_per_block, window_shift,
     entry_indices_stride, entry_block_stride, compressed_entries_per_block, entry_shift,
-    SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, HAS_ENTRIES: tl.constexpr, SPLIT: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, HAS_ENTRIES: tl.constexpr, SHARED: tl.constexpr,
+    SPLIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, splits, groups of BLOCK_H heads)."""
+    """Grid (tokens, splits, groups of BLOCK_H heads). SHARED: tokens of a request share the list of entries."""
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -168,13 +169,14 @@ def _attend_kernel(
     window_len, entry_len, window_tiles, begin, end = tiles_of_split(
         window_lens_ptr, entry_lens_ptr, token, split, splits, HAS_ENTRIES, BLOCK_N
     )
+    entry_list = tl.load(entry_owner_ptr + token).to(tl.int64) if SHARED else token
     top, total, o0, o1, o2, o3 = empty_sums(BLOCK_H)
     for tile in tl.range(begin, end, num_stages=STAGES):
         indices_at = window_indices_ptr + token * window_indices_stride
         chosen = (window_ptr, indices_at, window_len, window_block_stride, window_entries_per_block, window_shift)
         first = tile * BLOCK_N
         if HAS_ENTRIES:
-            indices_at = entry_indices_ptr + token * entry_indices_stride
+            indices_at = entry_indices_ptr + entry_list * entry_indices_stride
             entries = (
                 entries_ptr,
                 indices_at,
@@ -230,9 +232,9 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     check = TensorChecker("attend", q.device)
     check.query(q, inputs.sink)
     check.rotation(q.shape[0], inputs.positions, inputs.rope)
-    check.listed("window", *window, inputs.kv_format, q.shape[0])
+    check.listed("window", window, inputs.kv_format, q.shape[0])
     if inputs.entries:
-        check.listed("entries", *entries, inputs.kv_format, q.shape[0])
+        check.listed("entries", entries, inputs.kv_format, q.shape[0])
     dot, precision = products(q.dtype, inputs.kv_format)
     listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
     launch = plan_launch(q, listed, fp8, dot == tl.float32, splits)
@@ -243,12 +245,14 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
         for listed in (window, entries)
     ]
     _attend_kernel[launch.grid](
-        *(q, inputs.sink, *window, *entries, inputs.positions, inputs.rope, launch.out, launch.partial, launch.stats),
+        *(q, inputs.sink, *window[:3], *entries[:3], entries.topk_length if entries.owner is None else entries.owner),
+        *(inputs.positions, inputs.rope, launch.out, launch.partial, launch.stats),
         *(inputs.scale, q.shape[1], launch.splits, q.stride(0), q.stride(1), *tables[0], *tables[1]),
         SHIFT=all(shift >= 0 for *_, shift in tables),
         FP8=fp8,
         FOLD=fp8 and q.dtype == torch.bfloat16,
         HAS_ENTRIES=inputs.entries is not None,
+        SHARED=entries.owner is not None,
         SPLIT=launch.splits > 1,
         DOT=dot,
         PRECISION=precision,

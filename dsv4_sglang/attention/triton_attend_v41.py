@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4_sglang.attention.base import EntryList
 from dsv4_sglang.attention.tensor_checks import TensorChecker
 from dsv4_sglang.attention.triton_entries import (
     AT1,
@@ -63,6 +64,12 @@ def e4m3(code):
 
 
 @triton.jit
+def _e4m3_scale(code):
+    """Convert bytes of e4m3 scales to fp32. Unlike `e4m3` it keeps NaN, the scale of values that were not finite."""
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), e4m3(code))
+
+
+@triton.jit
 def _dims(
     block_at, inside, entries_per_block, is_entry, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr
 ):
@@ -71,7 +78,7 @@ def _dims(
     if FP4:
         codes = tl.load(block_at + inside * FP4_DATA + dim // 2, mask=is_entry, other=0).to(tl.int32)
         scale_at = block_at + entries_per_block * FP4_DATA + inside * FP4_SCALES + dim // FP4_GROUP
-        scale = e4m3(tl.load(scale_at, mask=is_entry, other=0))
+        scale = _e4m3_scale(tl.load(scale_at, mask=is_entry, other=0))
         value = e2m1((codes >> (dim % 2 * 4)) & 15) * scale
     else:
         codes = tl.load(block_at + inside * DIM + dim, mask=is_entry, other=0)
@@ -175,12 +182,12 @@ def attend_v41(
     check = TensorChecker("attend_v41", q.device)
     check.query(q, sink)
     check.rotation(q.shape[0], positions, rope)
-    check.listed("window", window, window_indices, window_lens, V41KVFormat.FP8, q.shape[0])
+    check.listed("window", EntryList(window, window_indices, window_lens), V41KVFormat.FP8, q.shape[0])
     has_entries = entries is not None and entry_indices is not None and entry_lens is not None
     if entries is None or entry_indices is None or entry_lens is None:
         entries, entry_indices, entry_lens = window, window_indices, window_lens
     else:
-        check.listed("entries", entries, entry_indices, entry_lens, V41KVFormat.FP4, q.shape[0])
+        check.listed("entries", EntryList(entries, entry_indices, entry_lens), V41KVFormat.FP4, q.shape[0])
     dot, precision = products(q.dtype, KVFormat.FP8)
     listed = window_indices.shape[1] + (entry_indices.shape[1] if has_entries else 0)
     launch = plan_launch(q, listed, False, dot == tl.float32, splits)

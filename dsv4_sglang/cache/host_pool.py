@@ -236,6 +236,7 @@ class HostRowBuffer:
             items: int64 [n] on the device, rows of the views.
             rows: int64 [n] on the CPU, rows of the host memory.
         """
+        self._check(items)
         layers = range(len(self._views))
         if self._staging is None:
             self._swap(layers, self.rows, items, rows, to_host=True)
@@ -248,6 +249,22 @@ class HostRowBuffer:
                 row = int(part[first])
                 to = self.rows[row : row + last - first]
                 to.copy_(self._staging[first:last], non_blocking=True)
+
+    def _check(self, items: Tensor) -> None:
+        """Raise ValueError if an item is not in the views or is listed twice. Nothing has been copied.
+
+        On a GPU this would wait for the device. There an assertion on the device ends the process if an item is not in
+        the views: the copy would leave its host row, which the caller takes for saved, as it was.
+        """
+        size = min(view.shape[0] for of_layer in self._views for view in of_layer)
+        inside = (items >= 0) & (items < size)
+        if items.device.type != "cpu":
+            torch._assert_async(inside.all(), f"host pool: an item is not in 0..{size - 1}")
+            return
+        if not inside.all():
+            raise ValueError(f"item {int(items[~inside][0])} on the device is not in 0..{size - 1}")
+        if items.unique().numel() != items.numel():
+            raise ValueError(f"an item on the device is listed twice in {items.tolist()}")
 
     def _swap(self, layers: range, host: Tensor, items: Tensor, rows: Tensor, *, to_host: bool) -> None:
         views = [view for layer in layers for view in self._views[layer]]
@@ -291,6 +308,10 @@ class HostBlockPool(HostRowBuffer):
         Args:
             blocks: int64 [n] on the device, block ids as `swap_blocks` takes them.
             rows: int64 [n] on the CPU, rows of the host pool.
+
+        Raises:
+            ValueError: a block is not in the pools or is listed twice, or a row is not in the host pool. Nothing has
+                been copied. A GPU instead ends the process for a block that is not in the pools.
         """
         self._save(blocks, rows)
 
@@ -314,7 +335,12 @@ class HostBlockPool(HostRowBuffer):
             blocks: int64 [n] on the device, block ids.
             rows: int64 [n] on the CPU, rows of the host pool.
             layer: index of a pool among those given to the constructor.
+
+        Raises:
+            ValueError: as in `save`. `blocks` is checked with the first layer.
         """
+        if layer == 0:
+            self._check(blocks)
         if count := self.layers_with(layer, len(rows)):
             self._swap(range(layer, layer + count), self.rows, blocks, rows, to_host=False)
 
@@ -403,6 +429,9 @@ class HostStates(HostRowBuffer):
         """Copy item `number` to a host row, ordered on the current stream.
 
         Use one stream at a time: all calls share a staging buffer on the GPU.
+
+        Raises:
+            IndexError: there is no such item.
         """
         self._save(self._index(number), torch.tensor([row]))
 
@@ -411,7 +440,14 @@ class HostStates(HostRowBuffer):
         self._swap(range(1), self.rows, self._index(number), torch.tensor([row]), to_host=False)
 
     def _index(self, number: int) -> Tensor:
+        """Return an item's row of the tables, [1] int64 on the device.
+
+        Raises:
+            IndexError: there is no such item.
+        """
         here = number - self._first
+        if not 0 <= here < len(self._numbers):
+            raise IndexError(f"{number} is not in {self._first}..{self._first + len(self._numbers) - 1}")
         return self._numbers[here : here + 1]
 
 

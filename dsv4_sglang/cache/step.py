@@ -68,7 +68,7 @@ def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Te
 
 
 # Attributes of `StepMetadata` with an element or a row for each token, besides `out_loc` and `track_slots`.
-PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_indices", "hca_lens")
+PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens")
 
 
 @dataclass
@@ -90,7 +90,9 @@ class StepMetadata:
             each other.
         window_lens: [T] int32, number of valid window indices.
         csa_lens: [T] int32, entries that a CSA layer reads, at most its top k; all visible ones if none is given.
-        hca_indices: [T, NB] int32, indices of HCA entries. Entry i of a request has the index of its block i.
+        hca_indices: [T, NB] int32, indices of HCA entries, in a CUDA graph. Entry i of a request has the index of its
+            block i. None in other steps: the list of a token is row `token_request` of `block_table`, and a copy of it
+            for each token would take 512 MiB for 16,384 tokens beside a request of a million.
         hca_lens: [T] int32, number of valid HCA indices.
         copy_src, copy_dst: [B] int32, decode only: state slots to copy after the last layer has written, -1 to skip.
         window_size: entries of the window workspace of a prefill step, 0 in a decode step.
@@ -107,8 +109,8 @@ class StepMetadata:
     window_indices: Tensor
     window_lens: Tensor
     csa_lens: Tensor
-    hca_indices: Tensor
     hca_lens: Tensor
+    hca_indices: Tensor | None = None
     copy_src: Tensor | None = None
     copy_dst: Tensor | None = None
     window_size: int = 0
@@ -125,9 +127,17 @@ class StepMetadata:
         """
         n = tokens.shape[0]
         parts = {name: getattr(self, name)[:n] for name in PER_TOKEN}
-        track_slots = None if self.track_slots is None else self.track_slots[:n]
+        for name in ("track_slots", "hca_indices"):
+            of_all = getattr(self, name)
+            parts[name] = None if of_all is None else of_all[:n]
         window_size = prefill_window_size(n, self.slots.shape[0])
-        return replace(self, out_loc=tokens, track_slots=track_slots, window_size=window_size, **parts)
+        return replace(self, out_loc=tokens, window_size=window_size, **parts)
+
+    def hca_list(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the HCA entries of each token as in `EntryList`: indices, lengths, and the owner of each list."""
+        if self.hca_indices is not None:
+            return self.hca_indices, self.hca_lens, None
+        return self.block_table, self.hca_lens, self.token_request
 
     def entry_lens(self, ratio: int, top_k: int | None = None) -> Tensor:
         """Return int32 [T], the entries of any ratio that each token sees, at most `top_k`, 0 for padding tokens."""
@@ -183,7 +193,6 @@ class StepMetadata:
             window_indices=window,
             window_lens=window_lens(lengths),
             csa_lens=visible_entries(lengths, CSA_RATIO, top_k),
-            hca_indices=block_table[owner],
             hca_lens=visible_entries(lengths, HCA_RATIO),
             window_size=window_size,
         )

@@ -95,6 +95,11 @@ def bind(host: str, port: int) -> None:
         listener.bind(address)
 
 
+def without_password(url: str) -> str:
+    """Return a URL for an error message, without the user name and the password in it."""
+    return re.sub(r"//.*@", "//...@", url, flags=re.DOTALL)
+
+
 @contextmanager
 def errors_in_one_line(command: str, url: str) -> Iterator[None]:
     """Print an error of a request to the server at `url` as one line, and exit with 1.
@@ -106,7 +111,7 @@ def errors_in_one_line(command: str, url: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        reason = f"no server answers at {url}: {error}" if isinstance(error, OSError) else error
+        reason = f"no server answers at {without_password(url)}: {error}" if isinstance(error, OSError) else error
         typer.echo(f"dsv4-sglang {command}: {reason}", err=True)
         raise typer.Exit(1) from None
 
@@ -132,7 +137,7 @@ class Server(Endpoint):
     def at(cls, url: str, api_key: str | None = None) -> Server:
         """Return a client for the server at `url`, whose flags are unknown.
 
-        Raises ValueError if `url` is not an HTTP address.
+        Raises ValueError if `url` is not an HTTP address or has a user name in it.
         """
         try:
             parts = urlsplit(url)
@@ -141,7 +146,13 @@ class Server(Endpoint):
         except ValueError:
             valid = False
         if not valid or re.search(r"[^!-~]", url):  # http.client sends no other characters
-            raise ValueError(f"{url!r} is not the address of a server; expected one such as http://127.0.0.1:30000")
+            shown = without_password(url)
+            raise ValueError(f"{shown!r} is not the address of a server; expected one such as http://127.0.0.1:30000")
+        if "@" in parts.netloc:
+            raise ValueError(
+                f"{without_password(url)} has a user name or a password, which SGLang does not take; give the address "
+                "without it, and the server's key as --api-key"
+            )
         return cls(url, api_key)
 
     def ready(self, timeout: float) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import random
+import signal
 from typing import Annotated
 
 import typer
 
 from dsv4_sglang.cli.client import DEFAULT_HOST, Server, bind
 from dsv4_sglang.cli.conversation import QUESTION, converse
-from dsv4_sglang.cli.serve import POOL_FLAGS, command_for, rejections, require_startable
+from dsv4_sglang.cli.serve import POOL_FLAGS, ModelPath, check_flags, command_for, rejections, require_startable
 from dsv4_sglang.cli.server import running, wait_ready
 from dsv4_sglang.srt.integration import launch_command
 
@@ -36,7 +37,7 @@ def free_port(host: str = DEFAULT_HOST) -> int:
 
 def demo(
     context: typer.Context,
-    model_path: Annotated[str, typer.Option("--model-path", "--model", help="Model folder or hub name.")],
+    model_path: ModelPath = None,
     prompt: Annotated[str, typer.Option(help="Question of the first conversation turn.")] = QUESTION,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.", min=1)] = 600.0,
@@ -44,6 +45,7 @@ def demo(
     """Start a server on a free port, print a conversation of two turns with its cache statistics, stop the server."""
     flags = [*POOL_FLAGS, *context.args]
     with rejections():
+        model_path = check_flags(context, model_path)
         try:
             if launch_command.flag_value(flags, "--port") is None:
                 flags += ["--port", str(free_port(launch_command.flag_value(flags, "--host") or DEFAULT_HOST))]
@@ -51,6 +53,7 @@ def demo(
             require_startable(model_path, flags)
             command = command_for(model_path, flags)
             typer.echo(command.shell())
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C stops the server
             with running(command) as process:
                 wait_ready(server, alive=lambda: process.poll() is None, timeout=timeout)
                 converse(server, model_path, prompt, max_tokens)

@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import typer
 
+from dsv4_sglang.requirements import MODULES, MODULES_OF_SGLANG, advice, missing
 from dsv4_sglang.srt.integration import launch_command
 
 State = Literal["ok", "note", "fail"]
@@ -23,6 +26,14 @@ COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"
 ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "dsv4_sglang"
 PYTHONS = ((3, 10), (3, 13))
 LEAST_CAPABILITY = (8, 0)
+# Folder of each library's compiled kernels in SGLang's cache.
+COMPILED_KERNELS = {
+    "FlashInfer": ".cache/flashinfer",
+    "DeepGEMM": "deep_gemm",
+    "TileLang": "tilelang",
+    "Triton": "triton",
+    "SGLang": "jit",
+}
 # Relative error of the worst token of a layer. A GPU may multiply fp32 as tf32; FP8 entries differ by a rounding step.
 EXACT_CPU, EXACT_GPU, SERVED = 1e-4, 1e-2, 5e-2
 
@@ -48,9 +59,11 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
     supported = least <= here <= most
     wanted = f"; needs {least[0]}.{least[1]} to {most[0]}.{most[1]}"
     yield Finding("python", platform.python_version() + ("" if supported else wanted), "ok" if supported else "fail")
-    for distribution in ("torch", "transformers", "triton"):
-        found = _version(distribution)
-        yield Finding(distribution, found or "not installed", "ok" if found else "fail")
+    for distribution, module in {**MODULES, **MODULES_OF_SGLANG}.items():
+        if find_spec(module) is None:
+            yield Finding(distribution, "not installed", "fail")
+        elif distribution != "sglang":  # `sglang_version` says more
+            yield Finding(distribution, _version(distribution) or "unknown version")
     kernels = _version("sglang-kernel") or _version("sgl-kernel")
     for name, found in (("sgl_kernel", kernels), ("flashinfer", _version("flashinfer-python"))):
         if gpu:
@@ -60,12 +73,9 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 
 
 def sglang_version(gpu: bool) -> Iterator[Finding]:
-    found = _version("sglang")
-    if found is None:
-        yield Finding("sglang", "not installed", "fail")
-        return
     from dsv4_sglang.srt.integration import compat
 
+    found = compat.sglang_version()
     if compat.is_supported():
         yield Finding("sglang", f"{found}, the supported release")
     else:
@@ -101,6 +111,25 @@ def compiler(gpu: bool) -> Iterator[Finding]:
         version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
         line = next((v for v in version if "release" in v), version[0] if version else "unknown version")
         yield Finding(name, f"{path}: {line.strip()}")
+
+
+def compiled_kernels(gpu: bool) -> Iterator[Finding]:
+    """Report the kernels that starts of servers have compiled on this machine (docs/guides/first_start.md)."""
+    if not gpu:
+        yield Finding("compiled kernels", "not used without a GPU")
+        return
+    from sglang.srt.environ import envs
+
+    folder = Path(envs.SGLANG_CACHE_DIR.get()).expanduser()
+    sizes = {
+        name: sum(file.stat().st_size for file in (folder / part).rglob("*") if file.is_file())
+        for name, part in COMPILED_KERNELS.items()
+    }
+    found = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sizes.items() if size)
+    if found:
+        yield Finding("compiled kernels", f"{found} in {folder}")
+    else:
+        yield Finding("compiled kernels", f"none in {folder}; the first start compiles for minutes", "note")
 
 
 def extension(gpu: bool) -> Iterator[Finding]:
@@ -167,11 +196,13 @@ def self_test(gpu: bool) -> Iterator[Finding]:
             yield Finding(f"{kind} layer, {name} entries", text, "ok" if right else "fail")
 
 
-CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (
+Check = Callable[[bool], Iterator[Finding]]
+CHECKS: tuple[Check, ...] = (
     python_and_packages,
     sglang_version,
     device,
     compiler,
+    compiled_kernels,
     extension,
     plugin,
     sglang_contract,
@@ -179,9 +210,9 @@ CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (
 )
 
 
-def examine(gpu: bool) -> Iterator[Finding]:
-    """Yield the findings of all checks. A check that raises is a finding too."""
-    for check in CHECKS:
+def examine(gpu: bool, checks: Iterable[Check]) -> Iterator[Finding]:
+    """Yield the findings of the checks. A check that raises is a finding too."""
+    for check in checks:
         try:
             yield from check(gpu)
         except Exception as error:
@@ -189,21 +220,30 @@ def examine(gpu: bool) -> Iterator[Finding]:
 
 
 def doctor() -> None:
-    """Check versions, GPU, compiler, extension and hooks, and the ops on one layer of each kind."""
+    """Check versions, GPU, compiler, extension and hooks, and the ops on one layer of each kind.
+
+    If a required package is missing, only the packages are checked: the other checks import them.
+    """
     from rich.console import Console
     from rich.text import Text
 
-    gpu = launch_command.has_gpu()
-    launch_command.prepare_this_process(cpu=not gpu)
+    absent, checks = missing(), CHECKS
+    if absent:
+        gpu, checks = shutil.which("nvidia-smi") is not None, (python_and_packages,)
+    else:
+        gpu = launch_command.has_gpu()
+        launch_command.prepare_this_process(cpu=not gpu)
     console, findings = Console(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang warns about missing hardware
         # Print line by line: on a GPU the first self test compiles kernels for a minute.
-        for finding in examine(gpu):
+        for finding in examine(gpu, checks):
             findings.append(finding)
             state = Text(f"{finding.state:5}", COLOURS[finding.state])
             console.print(Text.assemble(state, f" {finding.what}: {finding.found}"), soft_wrap=True)
     failed = sum(finding.state == "fail" for finding in findings)
     typer.echo(f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed")
+    if absent:
+        typer.echo(advice(absent))
     if failed:
         raise typer.Exit(1)

@@ -23,6 +23,8 @@ def make_tiny(
 
     `dsv4_sglang.testing.tiny` makes models of other sizes.
     """
+    from safetensors import SafetensorError
+
     from dsv4_sglang.testing import tiny, tiny_v41
 
     try:
@@ -35,10 +37,11 @@ def make_tiny(
         else:
             tiny_v41.make_tiny_v41(folder, tiny_v41.TinyV41Spec(seed=seed))
             count = len(tiny_v41.RATIOS)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         # The error of the system names neither the path nor what to do.
-        system = error.strerror if isinstance(error, OSError) else None
-        reason = f"cannot write {folder} ({system}); give a folder that can be created" if system else error
+        system = error.strerror if isinstance(error, OSError) else error if isinstance(error, SafetensorError) else None
+        advice = "give a folder that can be written, on a disk with 100 MB of free space"
+        reason = f"cannot write {folder} ({system}); {advice}" if system else error
         typer.echo(f"dsv4-sglang make-tiny: {reason}", err=True)
         raise typer.Exit(2) from None
     size = sum(p.stat().st_size for p in folder.iterdir())

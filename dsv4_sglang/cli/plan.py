@@ -16,6 +16,9 @@ Goal = Literal["latency", "throughput", "long-context"]
 # Options that --goal decides.
 CHOSEN_BY_GOAL = ("tp", "dp", "max_running_requests", "mem_fraction_static", "speculative_num_draft_tokens")
 
+# Characters of a table at most, and of the label of a choice in a table of 80 characters.
+WIDEST, LABEL = 1000, 30
+
 
 def _gpu(given: str) -> Gpu:
     from dsv4_sglang.planner.gpus import GPUS, Gpu
@@ -46,7 +49,7 @@ def _table(*headings: str, numbers: range) -> Any:
     """Return a table without lines, whose columns `numbers` are aligned to the right."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, no_wrap=True, justify="right" if place in numbers else "left")
     return table
@@ -64,14 +67,15 @@ def _memory_table(made: Plan) -> Any:
 
 
 def _others_table(plans: dict[str, Plan | str]) -> Any:
-    table = _table("choices", "tokens", "requests", "at once", "snapshots", "SGLang's own", numbers=range(1, 6))
+    table = _table("choices", "tokens", "requests", "at once", "snapshots", "SGLang's\nown", numbers=range(1, 6))
     for change, found in plans.items():
+        label = change if len(change) <= LABEL else change.replace(" ", "\n")
         if isinstance(found, str):
-            table.add_row(change, "does not fit")
+            table.add_row(label, "no room")
         else:
             counts = (found.total_tokens, found.requests, found.at_once, found.snapshots)
             in_tree = "rejected" if found.in_tree_tokens is None else f"{found.in_tree_tokens:,}"
-            table.add_row(change, *(f"{count:,}" for count in counts), in_tree)
+            table.add_row(label, *(f"{count:,}" for count in counts), in_tree)
     return table
 
 
@@ -100,6 +104,7 @@ def _show(made: Plan, goal: Goal | None) -> None:
     plans: dict[str, Plan | str] = {"as given": made}
     plans.update((change, attempt(other)) for change, other in neighbours(choice))
     console = Console(markup=False, highlight=False)
+    wide = console.options.update(width=WIDEST)
     console.print(_title(choice), style="bold")
     console.print(holds(made), soft_wrap=True)
     console.print(_in_tree(made), soft_wrap=True)
@@ -107,6 +112,8 @@ def _show(made: Plan, goal: Goal | None) -> None:
         console.print(f"recommended for {goal}: {GOALS[goal]}", soft_wrap=True)
     for table in (_memory_table(made), _others_table(plans)):
         console.print()
+        # A line that is too long for the terminal, rather than one without a figure or the name of an option.
+        console.width = max(console.width, console.measure(table, options=wide).maximum)
         console.print(table)
     console.print()
     for note in _notes(plans):
@@ -136,7 +143,7 @@ def _in_tree(made: Plan) -> str:
 
 def plan(
     context_of_command: typer.Context,
-    model: Annotated[str, typer.Option(help="flash, pro, or a config.json or its folder.")],
+    model: Annotated[str, typer.Option(help="flash, pro, their hub names, or a config.json or its folder.")],
     gpu: Annotated[str, typer.Option(help="h100, h200, b200, or GiB of memory as torch reports them.")],
     count: Annotated[int, typer.Option(min=1, help="Number of GPUs.")],
     tp: Annotated[int | None, typer.Option("--tp", "--tp-size", min=1, help="GPUs per server; default: all.")] = None,
@@ -145,7 +152,7 @@ def plan(
         Literal["fp4", "fp8", "bf16"] | None, typer.Option(help="Default: fp4, bf16 if the model is not quantised.")
     ] = None,
     max_running_requests: Annotated[
-        int, typer.Option(help="Per server; the default is SGLang's for this model.")
+        int, typer.Option(min=1, help="Per server; the default is SGLang's for this model.")
     ] = 256,
     mem_fraction_static: Annotated[float, typer.Option(help="Memory share for weights and cache.")] = 0.85,
     kv_cache_dtype: Annotated[

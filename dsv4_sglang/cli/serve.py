@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,15 @@ from typing import Annotated
 import typer
 
 from dsv4_sglang.cli.client import DEFAULT_HOST, DEFAULT_PORT, bind
+from dsv4_sglang.requirements import advice, missing
 from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.integration.checkpoint_check import check_checkpoint
+from dsv4_sglang.srt.integration.flag_names import reject_unknown
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 
+ModelPath = Annotated[
+    str | None, typer.Option("--model-path", "--model", help="Model folder or hub name; may be in the --config file.")
+]
 SGLANG_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 # A conversation shows the pools, so the server has to publish them. SGLang does so every 40 decode steps by default.
 # These flags precede the user's, so that the user's win.
@@ -32,12 +39,17 @@ def rejections() -> Iterator[None]:
 
 
 def require_startable(model_path: str, flags: list[str]) -> None:
-    """Check that the model exists and the port is free.
+    """Check that SGLang is installed, the checkpoint is complete and the port is free.
 
     Raises:
         LaunchError: one of them does not hold.
     """
-    launch_command.config_of(model_path, launch_command.flag_value(flags, launch_command.OPT_IN_FLAG))
+    if absent := missing():
+        raise LaunchError(advice(absent))
+    overrides = launch_command.overrides_given(flags)
+    config = launch_command.config_of(model_path, overrides)
+    given = launch_command.with_file(flags)
+    check_checkpoint(model_path, config, lambda field: launch_command.flag_value(given, "--" + field.replace("_", "-")))
     host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
     port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
     if not (port.isdecimal() and 0 < int(port) < 1 << 16):
@@ -55,17 +67,26 @@ def command_for(model_path: str, flags: list[str]) -> launch_command.Command:
     Raises:
         LaunchError: The options or a flag that is read here are invalid.
     """
-    launch_command.opt_in(
-        launch_command.flag_value(flags, launch_command.OPT_IN_FLAG)
-    )  # before `has_gpu` imports torch
     device = launch_command.flag_value(flags, "--device")
     cpu = device == "cpu" if device is not None else not launch_command.has_gpu()
     return launch_command.server_command(model_path, flags, cpu)
 
 
+def check_flags(context: typer.Context, model_path: str | None) -> str:
+    """Check the flags of a command that starts a server. Return the model path.
+
+    Raises:
+        LaunchError: SGLang has no such flag, the options are invalid, or there is no model path.
+    """
+    own = [name for parameter in context.command.params for name in parameter.opts]
+    reject_unknown(launch_command.with_file(context.args), own)
+    launch_command.opt_in(launch_command.overrides_given(context.args))
+    return launch_command.model_path_of(model_path, context.args)
+
+
 def serve(
     context: typer.Context,
-    model_path: Annotated[str, typer.Option("--model-path", "--model", help="Model folder or hub name.")],
+    model_path: ModelPath = None,
     only_print: Annotated[bool, typer.Option("--print", help="Print the command and do nothing else.")] = False,
     ask: Annotated[
         str | None,
@@ -79,6 +100,7 @@ def serve(
     The server replaces this process, so it receives signals directly and its exit code is that of this command.
     """
     with rejections():
+        model_path = check_flags(context, model_path)
         if not only_print:
             require_startable(model_path, context.args)
         command = command_for(model_path, context.args if ask is None else [*POOL_FLAGS, *context.args])
@@ -86,7 +108,9 @@ def serve(
     if only_print:
         return
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the server receives it, in `interruptible`
     if ask is not None:
         module = [sys.executable, "-m", "dsv4_sglang.cli.ask"]
         subprocess.Popen([*module, str(os.getpid()), model_path, ask, *context.args])
-    os.execvpe(command.argv[0], command.argv, command.full_environment())
+    python, run, *server = command.argv
+    os.execvpe(python, [python, run, launch_command.INTERRUPTIBLE, *server], command.full_environment())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dsv4_sglang.srt.host_cache.folder import StoredFile
+    from dsv4_sglang.srt.host_cache.folder import Cleaning, StoredFile
 
 storage = typer.Typer(help="The pages in a folder of the storages `file` and `nixl`.", no_args_is_help=True)
 FOLDER_VARIABLES = ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"]
@@ -33,10 +33,14 @@ def ls(folder: Folder) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dsv4_sglang.srt.host_cache.folder import weights_of
+    from dsv4_sglang.srt.host_cache.locks import weights_of
 
+    by_name = _by_name(_files(folder))
+    if not by_name:
+        typer.echo(f"{folder} has no pages")
+        return
     table = Table("model", "weights", "state", "files", "bytes", "GB", "oldest use", "last use")
-    for (name, state), files in sorted(_by_name(_files(folder)).items()):
+    for (name, state), files in sorted(by_name.items()):
         size, ages = sum(file.bytes for file in files), [_age(file) for file in files]
         weights = weights_of(folder, name) or "unknown"
         times = _text_of(max(ages)), _text_of(min(ages))
@@ -48,27 +52,31 @@ def ls(folder: Folder) -> None:
 def verify(folder: Folder, name: Names = None) -> None:
     """Compare each page with its checksum. Reads the whole folder.
 
-    Pages of former formats and temporary files are left out. Exit code 1 if a page is damaged; a server that reads it
-    treats it as a miss and removes it.
+    Pages of former formats and temporary files are left out. Exit code 1 if a page is damaged or cannot be read; a
+    server that reads it treats it as a miss and removes it.
     """
-    from dsv4_sglang.srt.host_cache.folder import FORMER_FORMAT, TEMPORARY, is_intact
+    from dsv4_sglang.srt.host_cache.folder import FORMER_FORMAT, TEMPORARY
 
-    sound, damaged, left_out = 0, 0, 0
-    for file in _files(folder):
-        if name and file.name not in name:
-            continue
-        if file.state in (FORMER_FORMAT, TEMPORARY):
-            left_out += 1
-            continue
-        try:
-            is_sound = is_intact(file)
-        except FileNotFoundError:  # evicted since the folder was listed
-            continue
-        sound, damaged = sound + is_sound, damaged + (not is_sound)
-        if not is_sound:
+    counts = dict.fromkeys(("sound", "damaged", "unreadable", "left out"), 0)
+    for file in _files(folder, name or ()):
+        found = "left out"
+        if file.state not in (FORMER_FORMAT, TEMPORARY):
+            try:
+                found = "sound" if file.is_intact() else "damaged"
+            except FileNotFoundError:  # evicted since the folder was listed
+                continue
+            except OSError as error:
+                found = "unreadable"
+                typer.echo(f"cannot be read: {file.path}: {error.strerror}")
+        if found == "damaged":
             typer.echo(f"damaged: {file.path}, {file.bytes} bytes")
-    typer.echo(f"{sound} pages are sound, {damaged} are damaged, {left_out} files were not checked")
-    if damaged:
+        counts[found] += 1
+    unreadable = f"{counts['unreadable']} cannot be read, " if counts["unreadable"] else ""
+    typer.echo(
+        f"{counts['sound']} pages are sound, {counts['damaged']} are damaged, {unreadable}"
+        f"{counts['left out']} files were not checked"
+    )
+    if counts["damaged"] or counts["unreadable"]:
         raise typer.Exit(1)
 
 
@@ -82,12 +90,13 @@ def prune(
 ) -> None:
     """Remove pages of former weights and former formats, and temporary files of killed processes.
 
-    Pages of a model that a server uses stay.
+    Pages of a model that a server uses stay. Exit code 1 if a file could not be removed.
     """
     from dsv4_sglang.srt.host_cache.folder import prune as remove_orphans
 
     with _readable(folder):
-        _tell("removed", remove_orphans(folder, name or (), unused_days))
+        done = remove_orphans(folder, name or (), unused_days)
+    _tell(done)
 
 
 @storage.command("clear")
@@ -96,24 +105,36 @@ def clear(
     name: Names = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove all pages that no server uses, or those of the models of --name."""
+    """Remove all pages that no server uses, or those of the models of --name.
+
+    Exit code 1 if a file could not be removed.
+    """
     from dsv4_sglang.srt.host_cache.folder import clear as remove_unused
 
-    files = [file for file in _files(folder) if not name or file.name in name]
+    files = _files(folder, name or ())
     if files and not yes:
         size = sum(file.bytes for file in files)
         typer.confirm(f"Remove {len(files)} files, {size} bytes, but for those in use?", abort=True)
-    removed, kept = remove_unused(folder, name or ())
-    _tell("removed", removed)
-    if kept:
-        _tell("kept, in use:", kept)
+    with _readable(folder):
+        done = remove_unused(folder, name or ())
+    _tell(done)
 
 
-def _tell(verb: str, files: list[StoredFile]) -> None:
+def _tell(done: Cleaning) -> None:
+    """Report removed, kept and failed files by model. Exit with code 1 if any failed."""
+    _count("removed", done.removed)
+    if not done.removed and not done.failed:
+        typer.echo("nothing to remove")
+    _count("kept, in use:", done.kept)
+    for reason in sorted(set(done.failed.values())):
+        _count(f"cannot be removed, {reason}:", [file for file, why in done.failed.items() if why == reason])
+    if done.failed:
+        raise typer.Exit(1)
+
+
+def _count(verb: str, files: Iterable[StoredFile]) -> None:
     for (of, state), some in sorted(_by_name(files).items()):
         typer.echo(f"{verb} {len(some)} files, {sum(f.bytes for f in some)} bytes: {of or 'no model'}, {state}")
-    if not files:
-        typer.echo("nothing to remove")
 
 
 @contextmanager
@@ -125,11 +146,11 @@ def _readable(folder: Path) -> Iterator[None]:
         raise typer.BadParameter(f"{folder} cannot be read: {error.strerror}") from None
 
 
-def _files(folder: Path) -> list[StoredFile]:
+def _files(folder: Path, names: Sequence[str] = ()) -> list[StoredFile]:
     from dsv4_sglang.srt.host_cache.folder import stored_files
 
     with _readable(folder):
-        return list(stored_files(folder))
+        return list(stored_files(folder, names))
 
 
 def _age(file: StoredFile) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -215,5 +216,6 @@ def top(
     The server needs --enable-metrics. SGLang updates requests and tokens every --decode-log-interval steps, and every
     30 seconds while it is idle.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C gives the terminal back
     with suppress(KeyboardInterrupt), errors_in_one_line("top", url):
         _show(_frames(Server.at(url, api_key), interval), once)

@@ -115,10 +115,11 @@ def fp8_views(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def ceil_pow2_exponent(x: Tensor) -> Tensor:
     """Return the biased exponent e (int32) of the smallest power of two 2^(e-127) that is at least x.
 
-    x is fp32, positive and normal (SPEC 2.4).
+    x is fp32, positive and normal (SPEC 2.4). For an infinite x and for NaN e is 255, the NaN of ue8m0, so that what is
+    scaled by it reads as NaN.
     """
     bits = x.float().contiguous().view(torch.int32)
-    return ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()
+    return (((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()).clamp_max(255)
 
 
 @functools.cache
@@ -135,7 +136,7 @@ def e4m3_values(codes: Tensor) -> Tensor:
 
 
 def exp2_of_biased(e: Tensor) -> Tensor:
-    """Return 2^(e-127) as fp32 for a biased exponent 1 <= e <= 254."""
+    """Return 2^(e-127) as fp32 for a biased exponent 1 <= e <= 254, infinity for 255."""
     return (e.int() << 23).view(torch.float32)
 
 

@@ -43,7 +43,7 @@ SCHEMAS = {
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
         "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, "
-        "int kv_format) -> Tensor"
+        "int kv_format, Tensor? entry_owner=None) -> Tensor"
     ),
     "index_topk_v41": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "

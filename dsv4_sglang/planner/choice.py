@@ -12,7 +12,7 @@ import torch
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.planner.gpus import Gpu
-from dsv4_sglang.planner.models import Format, Model
+from dsv4_sglang.planner.models import OWNER, Format, Model
 from dsv4_sglang.planner.weights import check_split
 from dsv4_sglang.srt.integration.options import KEY, Options
 
@@ -123,7 +123,7 @@ class Choice:
 
     def command(self) -> str:
         """Return the command line that starts one server."""
-        released = self.model.path.startswith("deepseek-ai/")  # these checkpoints have FP4 experts
+        released = self.model.path.startswith(f"{OWNER}/")  # these checkpoints have FP4 experts
         path = "CHECKPOINT-WITH-FP8-EXPERTS" if released and self.experts is Format.FP8 else self.model.path
         flags = {"model_path": path, **self.sglang_fields()}
         if self.experts is Format.FP4 and self.gpu.expert_runner:

@@ -14,6 +14,8 @@ from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields
 # One config.json per released model, with its sizes.
 CONFIGS = Path(__file__).parent / "configs"
 RELEASED = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro"}
+# Owner of the released models on the hub.
+OWNER = "deepseek-ai"
 # Tokens of a verify step with EAGLE 3/1/4.
 EAGLE_TOKENS = 4
 
@@ -48,12 +50,14 @@ class Model:
         Raises:
             ValueError: there is no such file, or it is not the config of a DeepSeek-V4 model.
         """
-        if name := RELEASED.get(given):
-            return cls(name, f"deepseek-ai/{name}", (CONFIGS / f"{name}.json").read_text())
+        hub_names = {f"{OWNER}/{name}": name for name in RELEASED.values()}
+        if name := RELEASED.get(given) or hub_names.get(given):
+            return cls(name, f"{OWNER}/{name}", (CONFIGS / f"{name}.json").read_text())
         path = Path(given)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
-            raise ValueError(f"--model {given!r} is no file; expected flash, pro, or a config.json or its folder")
+            expected = f"flash, pro, {' or '.join(hub_names)}, or a config.json or its folder"
+            raise ValueError(f"--model {given!r} is no file; expected {expected}")
         try:
             return cls.from_file(path)
         except (KeyError, TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, app
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.formats import make_kv_buffers
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.standalone.state_cache import StateCachePool
 from dsv4_sglang.standalone.step import Step
@@ -202,6 +203,13 @@ class LayerCacheHandle:
         ):
             if columns and getattr(weights, name) is None:
                 raise ValueError(f"append, {self}: weights.{name} is None")
+        # The kernels read the table at positions that only the device knows.
+        positions, needed = weights.rope.shape[0], self.step.block_tables.shape[1] * BLOCK_TOKENS
+        if positions < needed:
+            raise ValueError(
+                f"append, {self}: weights.rope has {positions} positions; expected at least {needed}, as many as the "
+                "blocks of a request have tokens"
+            )
 
     def read_swa_view(self) -> SwaView:
         """Return the window of every token of the step. Call after `append` or `write_swa`."""
@@ -232,7 +240,7 @@ class LayerCacheHandle:
             inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
             n_visible=step.hca_lens if is_hca else step.csa_lens,
-            entry_indices=step.hca_indices if is_hca else None,
+            entry_indices=step.block_table[step.token_request.long()] if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:

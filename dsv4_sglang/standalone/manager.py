@@ -93,6 +93,11 @@ class KVCacheManager:
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}")
+        if host_blocks and not host_requests:
+            raise ValueError(
+                f"host_blocks is {host_blocks} and host_requests is 0; give host_requests too, because a request "
+                "in host memory needs space for its state"
+            )
         self.config = config
         self.schedule = list(schedule)
         self.max_concurrent_requests = max_concurrent_requests
@@ -158,7 +163,7 @@ class KVCacheManager:
 
         Raises:
             RuntimeError: `max_concurrent_requests` requests are running.
-            ValueError: the snapshot has been released.
+            ValueError: the snapshot has been released, or is one of another cache.
         """
         if snapshot is None:
             return self._admit()
@@ -258,7 +263,7 @@ class KVCacheManager:
         return snapshot
 
     def release_snapshot(self, snapshot: Snapshot) -> None:
-        """Drop a snapshot. Requests that share its blocks keep them. Raise ValueError if it has been released."""
+        """Drop a snapshot. Requests that share its blocks keep them. Raise ValueError as `admit_request` does."""
         self._check_snapshot(snapshot)
         self._allocator.release(snapshot._blocks)
         self._snapshots.remove(snapshot)
@@ -266,7 +271,7 @@ class KVCacheManager:
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         if snapshot not in self._snapshots:
-            raise ValueError(f"the snapshot of {snapshot.length} tokens has been released")
+            raise ValueError(f"the snapshot of {snapshot.length} tokens has been released, or is one of another cache")
 
     def _ids(self, *numbers: int) -> Tensor:
         return ids_on(self.device, numbers)
@@ -357,7 +362,7 @@ class KVCacheManager:
         `Offloaded.event`.
 
         Raises:
-            ValueError: the request has been restored or discarded.
+            ValueError: the request has been restored or discarded, or another cache offloaded it.
             RuntimeError: no free slot or not enough blocks. The request stays on the host.
         """
         host = self._host_side()
@@ -370,7 +375,7 @@ class KVCacheManager:
         return slot
 
     def discard(self, offloaded: Offloaded) -> None:
-        """Drop a request on the host. Raise ValueError if it has been restored or discarded."""
+        """Drop a request on the host. Raise ValueError as `restore` does."""
         self._host_side().give_back(offloaded)
 
     def begin_step(
@@ -398,8 +403,14 @@ class KVCacheManager:
         )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
-        """Return the handle of one layer for a step. Allocates nothing on the device. Raise IndexError for a layer that
-        does not exist."""
+        """Return the handle of one layer for a step. Allocates nothing on the device.
+
+        Raises:
+            IndexError: the layer does not exist.
+            ValueError: the step is one of another cache, whose slots and blocks it names.
+        """
+        if step.lengths is not self._lengths:
+            raise ValueError("the step belongs to another cache: begin it with begin_step of this one")
         if not 0 <= layer_idx < len(self.schedule):
             raise IndexError(f"layer {layer_idx} is not in 0..{len(self.schedule) - 1}")
         return LayerCacheHandle(layer_idx, self.state_pools[layer_idx], self.paged_pools[layer_idx], step)

@@ -27,6 +27,8 @@ class Offloaded:
 
     blocks: int
     event: torch.cuda.Event | None
+    # Host memory that holds it.
+    _host: HostSide
     # Host rows of its slot and of its blocks; None after `restore` or `discard`.
     _rows: tuple[int, np.ndarray] | None
     # Result of `RequestLengths.save` for its slot.
@@ -75,7 +77,7 @@ class HostSide:
                 self.blocks.save(ids_on(self._device, blocks).long(), torch.from_numpy(rows))
 
         self._saved = self._on(stream, copy)
-        return Offloaded(len(blocks), self._saved, (there, rows), lengths)
+        return Offloaded(len(blocks), self._saved, self, (there, rows), lengths)
 
     def load(self, offloaded: Offloaded, slot: int, blocks: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         """Start to copy a request back. Its rows become free when the copy is complete.
@@ -101,7 +103,12 @@ class HostSide:
         self.give_back(offloaded)
 
     def rows_of(self, offloaded: Offloaded) -> tuple[int, np.ndarray]:
-        """Return the rows of a request. Raise ValueError if it has been restored or discarded."""
+        """Return the rows of a request. Raise ValueError if another cache offloaded it, or if it has been restored or
+        discarded."""
+        if offloaded._host is not self:
+            raise ValueError(
+                "the request is in the host memory of another cache: pass it to the cache that offloaded it"
+            )
         if offloaded._rows is None:
             raise ValueError("the request is no longer on the host: it was restored or discarded")
         return offloaded._rows

@@ -46,12 +46,16 @@ class SlotStorage(StateStorage):
         return [*super().tensors, self.swa_pos, self.swa_head, self.tail_len]
 
     def reset_slot(self, slot: int) -> None:
-        """Empty a slot in all layers."""
+        """Empty a slot in all layers. Raise ValueError for a slot that does not exist."""
+        self._check(slot)
         for tensor in self.tensors:
             tensor[:, slot].fill_(EMPTY if tensor is self.swa_pos else 0)
 
     def copy_slot(self, src: int, dst: int) -> None:
-        """Copy slot `src` to slot `dst` in all layers, as for a fork of a request (SPEC 6.6)."""
+        """Copy slot `src` to slot `dst` in all layers, as for a fork of a request (SPEC 6.6). Raise ValueError for a
+        slot that does not exist."""
+        self._check(src)
+        self._check(dst)
         torch.ops.dsv4_sglang.copy_state(ids_on(self.device, [src]), ids_on(self.device, [dst]), self.tensors)
 
     def resume_slot(self, slot: int, length: int) -> None:
@@ -60,11 +64,19 @@ class SlotStorage(StateStorage):
         Args:
             slot: the slot. Its rings hold the window of `length` tokens.
             length: tokens of the snapshot, a multiple of 128.
+
+        Raises:
+            ValueError: the slot does not exist.
         """
+        self._check(slot)
         rows = self.layout.ring_rows
         window = torch.arange(length - WINDOW, length, dtype=torch.int32, device=self.device)
         self.swa_pos[:, slot, window.long() % rows] = window
         self.swa_head[:, slot] = length % rows
+
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} does not exist; expected 0..{self.num_slots - 1}")
 
 
 class StateCachePool:

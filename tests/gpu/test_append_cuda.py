@@ -22,6 +22,7 @@ from kernel_cases import (
     recorded,
 )
 
+from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.model.geometry import CSA_COMPRESSOR_STATES, CsaCompressorState, state_rows
 
 pytestmark = pytest.mark.gpu
@@ -267,6 +268,21 @@ def test_requests_with_different_numbers_of_tokens_are_chunks():
     layer, step = layer_and_step("swa", FORMATS[0], [(0, 3, 2), (1, 0, 1)], True, sizes=state_rows(3))
     with pytest.raises(RuntimeError, match="3 tokens for 2 requests without `window`; expected the same number"):
         step.run(ops(), layer.on(DEVICE))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("decode", [True, False])
+def test_what_is_not_finite_stays_so(decode, formats, value):
+    """One such number in a token's projection makes its window entry unreadable, and no other."""
+    layer, step = layer_and_step("swa", formats, [(1, 131, 1), (2, 3, 1)], decode, track=False)
+    step.inputs["kv"][0, 7] = value
+    at = torch.tensor([128 + 131 % 128, 2 * 128 + 3])
+    for implementation, device in ((torch.ops.dsv4_sglang, "cpu"), (ops(), DEVICE)):
+        one = layer.on(device)
+        step.run(implementation, one)
+        read = KVBuffer(one.tables["ring"].cpu(), KVFormat(layer.rows)).read(at)
+        assert read.isfinite().all(-1).tolist() == [False, True], device
 
 
 @pytest.mark.sanitize

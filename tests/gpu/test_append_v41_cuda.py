@@ -11,6 +11,8 @@ from kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, recorded, to
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401
+from dsv4_sglang.formats import KVBuffer
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model.v41 import pair_rows
 
 pytestmark = pytest.mark.gpu
@@ -114,6 +116,24 @@ def compare(got: dict, expected: dict) -> None:
         else:
             wrong = (a != b).nonzero()
             assert len(wrong) <= MAX_SHARE * a.numel() + 1, f"{name}: {len(wrong)} differ, first {wrong[0].tolist()}"
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(ratio, value):
+    """One such number in a token's projections makes its entries unreadable, and no other."""
+    case = Case(ratio, [(1, 131, 1), (2, 3, 1)], decode=True)
+    case.read["kv"][0, 7] = value
+    if ratio:
+        case.read["compressor"][0, 7] = value
+    for implementation, device in ((torch.ops.dsv4_sglang, "cpu"), (ops(), DEVICE)):
+        read, written = case.on(device)
+        case.append(implementation, read, written)
+        rows = [("ring", V41KVFormat.FP8, torch.tensor([128 + 131 % 128, 2 * 128 + 3]))]
+        rows += [("entries", V41KVFormat.FP4, case.read["out_loc"])] if ratio else []
+        for name, stored, at in rows:
+            found = KVBuffer(written[name].cpu(), stored).read(at)
+            assert found.isfinite().all(-1).tolist() == [False, True], (name, device)
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])

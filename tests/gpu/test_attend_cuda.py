@@ -41,6 +41,8 @@ CASES: list[dict[str, Any]] = [
     *({"width": 320, "per_block": rows, "seed": 2} for rows in (2, 32, 62, 64, 576, None)),
     *({"tokens": 6, "width": 512, "lens": lens, "seed": 3} for lens in LENS),
     {"tokens": 700, "width": 64, "seed": 4},
+    # Tokens of a prefill step that share the list of their request.
+    {"tokens": 700, "width": 320, "shared": 3, "seed": 4},
     # HCA at a million tokens: few tokens, thousands of entries.
     {"tokens": 2, "width": 8192, "lens": [(128, 8192), (128, 5000)], "per_block": None, "seed": 5},
     # Rings of requests with speculation: 128 entries plus those that may be rolled back.

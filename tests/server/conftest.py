@@ -106,14 +106,19 @@ def oracle(model: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest, flags: tuple[str, ...], model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    name: str,
+    flags: tuple[str, ...],
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
-    """Server with the flags, and with OPTIONS and ENVIRONMENT of the module.
+    """Server with the flags, and with OPTIONS, ENVIRONMENT and ENVIRONMENTS (by the server's name) of the module.
 
     A module whose server needs the plugin names the fixture in `usefixtures`. Servers of several names start one after
     the other; `-k` selects some, for parallel runs on several GPUs.
     """
-    environment = dict(getattr(request.module, "ENVIRONMENT", {}))
+    own = getattr(request.module, "ENVIRONMENTS", {}).get(name, {})
+    environment = {**getattr(request.module, "ENVIRONMENT", {}), **own}
     if CPU and "--tp-size" in flags:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = one_core_each(int(flags[flags.index("--tp-size") + 1]))
     log = tmp_path_factory.mktemp("server") / "log"

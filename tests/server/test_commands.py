@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -9,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from liveness import POLL_SECONDS, Progress, run, wait
+from liveness import POLL_SECONDS, Progress, has_ended, run, wait
 from typer.testing import CliRunner
 
 from benchmarks import ports
@@ -39,7 +41,7 @@ def run_example(name: str, *arguments: str) -> str:
 def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """Yield (process, url, log) of `dsv4-sglang serve --ask` with API keys, after it has shown its conversation."""
     log = tmp_path_factory.mktemp("serve") / "log"
-    serve = [sys.executable, "-m", "dsv4_sglang.cli", "serve", "--model-path", str(tiny(seed=0))]
+    serve = [sys.executable, "-m", "dsv4_sglang", "serve", "--model-path", str(tiny(seed=0))]
     with ports.reserved() as port, log.open("wb") as output:
         command = [*serve, *ports.flags(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS]
         process = start(Command(command, {}), output)
@@ -108,6 +110,28 @@ def test_check_says_how_to_turn_it_on(process: tuple) -> None:
 def test_sigterm_stops_it(process: tuple) -> None:
     process[0].send_signal(signal.SIGTERM)
     assert wait(process[0]) in (0, -signal.SIGKILL)  # SGLang exits by killing its own process tree
+
+
+def test_ctrl_c_while_it_starts(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A terminal sends SIGINT to all processes of the server. None of them prints a traceback or stays."""
+    log = tmp_path / "log"
+    serve = [sys.executable, "-m", "dsv4_sglang", "serve", "--model-path", str(tiny(seed=0))]
+    with ports.reserved() as port, log.open("wb") as output:
+        process = start(Command([*serve, *ports.flags(port), *FLAGS], {}), output)
+        try:
+            progress, leader = Progress(process, log), psutil.Process(process.pid)
+            # The schedulers exist, and import or load something.
+            while b"server_args=" not in log.read_bytes() or len(leader.children(recursive=True)) < 3:
+                progress.check()
+                time.sleep(POLL_SECONDS / 2)
+            started = leader.children(recursive=True)
+            os.killpg(process.pid, signal.SIGINT)
+            assert wait(process, log) == 130
+        finally:
+            stop(process, grace_seconds=0)
+    text = log.read_text(errors="replace")
+    assert text.splitlines()[-1] == "dsv4-sglang: interrupted before the server was up" and "Traceback" not in text
+    assert all(map(has_ended, started))
 
 
 def test_offline_generation(tiny: Callable[..., Path]) -> None:

@@ -6,6 +6,8 @@ The last lines of the output of a rejected launch are the reasons, one line each
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,11 @@ assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sgl
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
 from dsv4_sglang.srt.integration import compat
 flags = compat.resolve_flags(arguments)
-looking = {"server_args.ServerArgs.from_cli_args", "configs.model_config.ModelConfig.from_server_args"}
+looking = {
+    "server_args.ServerArgs.add_cli_args",
+    "server_args.ServerArgs.from_cli_args",
+    "configs.model_config.ModelConfig.from_server_args",
+}
 assert HookRegistry._patched == {"sglang.srt." + name for name in looking}, HookRegistry._patched
 assert flags.page_size == 256 and flags.attention_backend == "dsv4"
 from sglang.srt.configs.model_config import ModelConfig
@@ -139,6 +145,40 @@ def test_a_scheduler_rejects_a_launch_with_its_last_line(
     assert text.splitlines()[-1].startswith(f"dsv4_sglang: {said}"), text
 
 
+def _launch(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Start a server in a new process, as users do, that ends by itself."""
+    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *flags]
+    return run(server, env={**os.environ, **launch_command.cpu_environment()})
+
+
+OPT_IN = [launch_command.OPT_IN_FLAG, '{"dsv4_sglang": {}}']
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([*OPT_IN, "--tp-sise", "2"], "unknown flag --tp-sise; did you mean --tp-size?"),
+        ([*OPT_IN, "--tp-size", "two"], "argument --tp-size/--tensor-parallel-size: invalid int value: 'two'"),
+        ([*OPT_IN, launch_command.OPT_IN_FLAG, "{}"], "--json-model-override-args is given 2 times; put all keys into"),
+        (
+            [*OPT_IN, "--speculative-algorithm", "EAGLE"],
+            "--speculative-algorithm EAGLE: .* has no weights of the draft",
+        ),
+    ],
+)
+def test_sglangs_command_rejects_a_command_line_with_one_line(
+    tiny: Callable[..., Path], flags: list[str], said: str
+) -> None:
+    done = _launch(tiny(), *flags)
+    assert done.returncode != 0 and "usage:" not in done.stderr and "Traceback" not in done.stderr
+    assert re.match(f"dsv4_sglang: {said}", done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_without_the_opt_in_sglang_shows_its_usage(tiny: Callable[..., Path]) -> None:
+    done = _launch(tiny(), "--tp-sise", "2")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("sglang serve: error: unrecognized")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -154,9 +194,8 @@ def test_the_launcher_rejects_a_launch_with_its_last_lines(
     tiny: Callable[..., Path], override: str, said: list[str]
 ) -> None:
     """A launch in a new process, as users start it, ends with one line per reason."""
-    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu"]
-    server += ["--page-size", "64", "--max-running-requests", "-4", launch_command.OPT_IN_FLAG, override]
-    done = run(server, env={**os.environ, **launch_command.cpu_environment()})
+    flags = ["--page-size", "64", "--max-running-requests", "-4", launch_command.OPT_IN_FLAG, override]
+    done = _launch(tiny(), *flags)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     last = done.stderr.splitlines()[-len(said) :]
     assert all(line.startswith(f"dsv4_sglang: {words}") for line, words in zip(last, said, strict=True)), done.stderr

@@ -169,6 +169,7 @@ def attend(
     rope: Tensor,
     scale: float,
     kv_format: int,
+    entry_owner: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention over [window entries | compressed entries] with the sink; the inverse RoPE is applied
     (SPEC 2.2, 4.4, 4.5).
@@ -187,18 +188,44 @@ def attend(
         rope: fp32 [positions, 64].
         scale: factor of the logits.
         kv_format: code of the format of both buffers.
+        entry_owner: int32 [T], row of `entry_indices` [B, K] that lists a token's entries, for tokens that share lists;
+            None if row t belongs to token t.
 
     Returns:
         [T, H, 512] in q's dtype. The output of a token without keys is zero.
     """
     stored = KVFormat.from_code(kv_format)
-    lists = [(KVBuffer(window, stored), window_indices, window_lens)]
+    lists = [Listed(KVBuffer(window, stored), window_indices, window_lens)]
     if entries is not None and entry_indices is not None and entry_lens is not None:
-        lists.append((KVBuffer(entries, stored), entry_indices, entry_lens))
+        lists.append(Listed(KVBuffer(entries, stored), entry_indices, entry_lens, entry_owner))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 
-class _Listed:
+class Listed(NamedTuple):
+    """Lists of the entries that T tokens attend to.
+
+    Attributes:
+        table: KV buffer.
+        indices: [T, K], or [B, K] with `owner`.
+        lens: [T], number of valid indices.
+        owner: [T], row of `indices` for each token; None if row t belongs to token t.
+    """
+
+    table: KVBuffer
+    indices: Tensor
+    lens: Tensor
+    owner: Tensor | None = None
+
+    def of_tokens(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the indices of tokens [n, k], -1 for none, and a mask of those that are none."""
+        lens = self.lens[part]
+        width = min(self.indices.shape[1], int(lens.max()))
+        indices = self.indices[part, :width] if self.owner is None else self.indices[self.owner[part].long(), :width]
+        none = (indices < 0) | (torch.arange(width) >= lens[:, None])
+        return indices.masked_fill(none, -1), none
+
+
+class _Entries:
     """The entries of a KV buffer that T tokens list, `row` [T, K], with zeros for -1.
 
     If tokens mostly list the same entries, as those of a prompt do, each distinct entry is read and multiplied once for
@@ -236,7 +263,7 @@ class _Listed:
 def attend_to(
     q: Tensor,
     sink: Tensor,
-    lists: Sequence[tuple[KVBuffer, Tensor, Tensor]],
+    lists: Sequence[Listed],
     positions: Tensor,
     rope: Tensor,
     scale: float,
@@ -245,7 +272,7 @@ def attend_to(
 
     Args:
         q, sink, positions, rope, scale: as in `attend`.
-        lists: (KV buffer, indices [T, K], number of valid indices [T]) each.
+        lists: the lists, whose softmax is joint.
 
     Returns:
         [T, H, 512] in q's dtype.
@@ -254,11 +281,10 @@ def attend_to(
     for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):
         part = slice(begin, begin + _TOKENS_AT_ONCE)
         listed, unseen = [], []
-        for table, rows, lens in lists:
-            width = min(rows.shape[1], int(lens[part].max()))
-            row = rows[part, :width]
-            unseen.append((row < 0) | (torch.arange(width) >= lens[part, None]))
-            listed.append(_Listed(table, row.masked_fill(unseen[-1], -1)))
+        for entries in lists:
+            indices, hidden = entries.of_tokens(part)
+            unseen.append(hidden)
+            listed.append(_Entries(entries.table, indices))
         none = torch.cat(unseen, 1)[:, None]
         logits = torch.cat([rows.products(q[part].float()) for rows in listed], -1) * scale
         logits = logits.masked_fill(none, float("-inf"))

@@ -6,7 +6,7 @@ from torch import Tensor
 from dsv4_sglang.formats import KeyFormat, KVBuffer
 from dsv4_sglang.formats.index_keys import mxfp4_values
 from dsv4_sglang.formats.v41_entries import V41KVFormat
-from dsv4_sglang.ops.reference.read import Candidates, attend_to, select
+from dsv4_sglang.ops.reference.read import Candidates, Listed, attend_to, select
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
 
@@ -115,9 +115,9 @@ def attend_v41(
     Returns:
         [T, H, 512] in q's dtype. The output of a token without keys is zero.
     """
-    lists = [(KVBuffer(window, V41KVFormat.FP8), window_indices, window_lens)]
+    lists = [Listed(KVBuffer(window, V41KVFormat.FP8), window_indices, window_lens)]
     if entries is not None and entry_indices is not None and entry_lens is not None:
-        lists.append((KVBuffer(entries, V41KVFormat.FP4), entry_indices, entry_lens))
+        lists.append(Listed(KVBuffer(entries, V41KVFormat.FP4), entry_indices, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 

@@ -506,7 +506,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if schema.has_indexer:
             entries = EntryList(table, self._select(layer.layer_id, inputs, step), step.csa_lens)
         elif schema.ratio:
-            entries = EntryList(table, step.hca_indices, step.hca_lens)
+            entries = EntryList(table, *step.hca_list())
         read = AttendInputs(
             sink=inputs.sink[: q.shape[1]],
             heads=self.heads,

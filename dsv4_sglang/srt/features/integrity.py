@@ -342,6 +342,10 @@ class _Tree:
             yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
         for place in sorted(place for place in places if not registry.held[place]):
             yield Finding(f"snapshot {place}", f"attached to node {places[place].id}, but missing in the registry")
+        for place in registry.misplaced():
+            yield Finding(f"snapshot {place}", "its place in an eviction order is not that of its columns")
+        for node_id in self.cache.tree_core.evictable_device_leaves.misplaced():
+            yield Finding(f"node {node_id}", "the order of leaves and the tree differ")
 
     def _event_findings(self) -> Iterator[Finding]:
         """Yield the blocks that KV events have announced and no request would find, and the other way round."""

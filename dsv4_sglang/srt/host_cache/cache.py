@@ -96,9 +96,9 @@ class HostPrefixCache(PrefixCache):
         self.save_now(node)
 
     def invalidate_storage(self, name: str) -> None:
-        """Clear the storage, whose pages are of the old weights, and use a new name for later pages."""
+        """Use a new name for later pages in the storage. Pages of the old weights stay as long as other servers use
+        them."""
         if self.enable_storage:
-            self.clear_storage_backend()
             self.cache_controller.storage_backend.use_name(name)
 
     def settle(self, waiting: Iterable[Req]) -> None:
@@ -118,7 +118,8 @@ class HostPrefixCache(PrefixCache):
         """
         blocks, slots = self.token_to_kv_pool_allocator, self.component.slots
         self.settle(())
-        for slot in reversed(slots.registry.note_eviction_candidates(blocks.size, slots.num_slots)):
+        everything = slots.registry.note_eviction_candidates(blocks.size, slots.num_slots, slots.num_slots)
+        for slot in reversed(everything):
             if slot in slots.nodes:
                 self.save_now(slots.nodes[slot])
         with self.component.evicting(metrics.SLEEP):

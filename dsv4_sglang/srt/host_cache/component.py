@@ -221,6 +221,7 @@ class HostSnapshotComponent(SnapshotComponent):
         place, length = registry.host_id(row), sum(len(at.key) for at in self.path(node))
         self.slots.nodes[place] = node
         registry.add(place, length, self._above(node), self._below(node))
+        self._refresh_leaf(node)
 
     def free_host_values(self, host_values: list[Tensor]) -> None:
         for rows in host_values:

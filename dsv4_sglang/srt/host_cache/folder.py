@@ -1,4 +1,4 @@
-"""Folder of stored pages: its permissions, its files, and the servers that use it.
+"""Folder of stored pages: its permissions and its files.
 
 This module does not import SGLang: `dsv4-sglang storage` reads folders without a server.
 """
@@ -6,24 +6,22 @@ This module does not import SGLang: `dsv4-sglang storage` reads folders without 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
-import json
-import logging
 import os
 import re
-import threading
+import stat
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsv4_sglang.ops.trust import reject_writable_by_all, require_own, require_owner
+from dsv4_sglang.srt.host_cache import locks
+from dsv4_sglang.srt.host_cache.files import open_file, opened_file, opened_folder, status_of
 from dsv4_sglang.srt.integration.launch_error import LaunchError
-
-log = logging.getLogger(__name__)
 
 # Environment variable with the folder of a storage, and the folder without it.
 FOLDERS = {
@@ -36,6 +34,8 @@ PAGE_VERSION = 4
 KEY_CHARACTERS = 64
 # Bytes of the checksum at the end of each page.
 CHECKSUM_BYTES = 16
+# Errors of a file system, a quota or a file size limit that leave no space.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Age in seconds from which a temporary file is assumed to be left by a killed process. Writing a page takes
 # milliseconds.
 STALE_SECONDS = 3600
@@ -52,18 +52,18 @@ _PAGE = re.compile(
 _NAMELESS_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 
-def own_folder(named: str | None, default: str, variable: str) -> Path:
+def own_folder(named: str | None, default: str, variable: str, *, by_group: bool = True) -> Path:
     """Make the folder with mode 0700 if it does not exist, and return it.
 
     Args:
         named: value of the environment variable `variable`, or None if it is not set.
         default: folder to use otherwise. Its name in /tmp is known to all users.
         variable: name of the variable, for error messages.
+        by_group: a folder that `variable` names may be writable by a group.
 
     Raises:
         LaunchError: the folder cannot be created or written, or another user owns it or can write to it, so its pages
-            cannot be trusted. A folder that `variable` names may be writable by a group. A default folder must not be a
-            symbolic link.
+            cannot be trusted. A default folder must not be a symbolic link.
     """
     folder, advice = Path(named or default), f"set {variable} to a folder that is yours alone"
     other = f"Or {advice}"
@@ -71,7 +71,7 @@ def own_folder(named: str | None, default: str, variable: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not named and folder.is_symlink():
             raise RuntimeError(f"{folder} is a link; expected a folder; {advice}")
-        require_trusted(folder, bool(named), other)
+        require_trusted(folder, bool(named) and by_group, other)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise RuntimeError(f"{folder} cannot be written by user {os.geteuid()}; {advice}")
     except OSError as error:
@@ -81,15 +81,15 @@ def own_folder(named: str | None, default: str, variable: str) -> Path:
     return folder
 
 
-def require_trusted(folder: Path, named: bool, other: str) -> None:
+def require_trusted(folder: Path, by_group: bool, other: str) -> None:
     """Raise RuntimeError if another user may have written pages in a folder.
 
     Args:
         folder: the folder.
-        named: True if the user chose the folder, which a group may then write. False for a default folder.
+        by_group: True if a group may write the folder, which the user then chose.
         other: advice for the error message, such as to choose another folder.
     """
-    if named:
+    if by_group:
         require_owner(folder, other)
         reject_writable_by_all(folder, adding=True)
     else:
@@ -100,10 +100,14 @@ def require_names(path: Path, variable: str) -> None:
     """Raise LaunchError if a file of this path, the longest that a storage writes, cannot be created. A full disk is
     not an error, since pages are stored once there is space."""
     try:
-        path.touch(mode=0o600)
-        path.unlink(missing_ok=True)  # another process of the server may have removed it
+        with opened_folder(path.parent) as folder:
+            os.close(open_file(path.name, os.O_WRONLY | os.O_CREAT, folder=folder))
+            with suppress(FileNotFoundError):  # another process of the server has removed it
+                os.unlink(path.name, dir_fd=folder)
+        with suppress(FileNotFoundError):
+            path.lstat()  # SGLang uses paths, whose length is limited too
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise LaunchError(
                 f"{path.parent} cannot hold a page: {error.strerror}, for a file name of {len(path.name)} characters. "
                 f"Set {variable} to a folder that can"
@@ -122,139 +126,76 @@ def page_checksum(name: str, content: Any) -> bytes:
     return digest.digest()
 
 
-_weights: dict[str, str] = {}
-"""Description of the weights by page name, for the names that this process uses."""
-
-
-def describe_weights(name: str, weights: str) -> None:
-    """Set a readable description of the weights of pages with this name. `UsedFolder` stores it beside the pages."""
-    _weights[name] = weights
-
-
-def _described(name: str) -> str:
-    """Return the description for a name, or for the name before an update of the weights. "" if there is none."""
-    if name in _weights:
-        return _weights[name]
-    before = next((weights for known, weights in _weights.items() if name.startswith(f"{known}-")), "")
-    return before and f"{before}, updated"
-
-
-class UsedFolder:
-    """A folder that this process uses, for pages of one model name at a time.
-
-    The process holds a lock on a file of that name in the folder for its lifetime, so that other processes can tell
-    used pages from unused ones. The file says which weights the pages belong to.
-    """
-
-    def __init__(self, path: Path, named: bool, on_return: Callable[[], None]) -> None:
-        """Use a folder, without a page name yet.
-
-        Args:
-            path: the folder.
-            named: as in `require_trusted`.
-            on_return: called when the folder was missing and exists again.
-        """
-        self.path, self._named, self._on_return = path, named, on_return
-        self._name = ""
-        self._file: int | None = None
-        self._lost: str | None = None
-        self._look = threading.Lock()
-
-    def use(self, name: str) -> None:
-        """Use pages of this name from now on."""
-        if self._file is not None:
-            os.close(self._file)
-        self._name, self._file = name, None
-        with suppress(OSError):  # no space, or no folder: others then see the pages as unused
-            mode = self.path.stat().st_mode & 0o666
-            self._file = os.open(_lock_file(self.path, name), os.O_RDWR | os.O_CREAT, mode)
-            fcntl.flock(self._file, fcntl.LOCK_SH)
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps({"weights": _described(name)}).encode(), 0)
-
-    def available(self) -> bool:
-        """Return True if the folder exists and is trusted. Log when that changes."""
-        with self._look:
-            reason = self._why_not()
-            if reason and not self._lost:
-                log.warning("host cache: %s; the server continues without stored pages until it is back", reason)
-            if self._lost and not reason:
-                log.warning("host cache: the storage's folder %s is back and in use again", self.path)
-                self.use(self._name)
-                self._on_return()
-            self._lost = reason
-            return not reason
-
-    def _why_not(self) -> str | None:
-        if not self.path.is_dir():
-            return f"the storage's folder {self.path} is gone"
-        if self._lost:
-            try:
-                require_trusted(self.path, self._named, "Or start the server with another folder")
-            except (OSError, RuntimeError) as error:
-                return str(error)
-        return None
-
-
-def _lock_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.lock"
-
-
-def in_use(folder: Path, name: str) -> bool:
-    """Return True if a process uses pages of this name, or if that cannot be determined."""
-    try:
-        with _lock_file(folder, name).open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
-
-
-def weights_of(folder: Path, name: str) -> str:
-    """Return the description of the weights of pages with this name, "" if the folder has none."""
-    try:
-        return str(json.loads(_lock_file(folder, name).read_text())["weights"])
-    except (OSError, ValueError, KeyError):
-        return ""
-
-
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a storage.
 
-    `name` is the model's page name, empty if the file name does not contain it. `used_at` is in seconds since 1970.
+    `folder` is the storage's folder. `name` is the model's page name, empty if the file name does not contain it.
+    `used_at` is in seconds since 1970.
     """
 
+    folder: Path
     path: Path
     name: str
     state: str
     bytes: int
     used_at: float
 
+    def remove(self) -> None:
+        """Remove the file, if it still exists.
 
-def stored_files(folder: Path) -> Iterator[StoredFile]:
+        Raises:
+            OSError: the file cannot be removed.
+        """
+        with suppress(FileNotFoundError), opened_folder(self.folder, self._below) as folder:
+            os.unlink(self.path.name, dir_fd=folder)
+
+    def is_intact(self) -> bool:
+        """Return True if a page is a regular file with the checksum that it was stored with. Reads all of it.
+
+        Raises:
+            OSError: the file is gone or cannot be read.
+        """
+        with opened_folder(self.folder, self._below) as folder:
+            if not stat.S_ISREG(status_of(self.path.name, folder=folder).st_mode):
+                return False
+            with opened_file(self.path.name, folder=folder) as file, os.fdopen(file, "rb", closefd=False) as page:
+                content = page.read()
+        name = self.path.name.removesuffix(".bin")
+        return content[-CHECKSUM_BYTES:] == page_checksum(name, memoryview(content)[:-CHECKSUM_BYTES])
+
+    @property
+    def _below(self) -> Path:
+        return self.path.parent.relative_to(self.folder)
+
+
+def stored_files(folder: Path, names: Sequence[str] = ()) -> Iterator[StoredFile]:
     """Yield the pages and temporary files of this package in a folder and its subfolders. Skip other files.
+
+    A link or a FIFO that is named as a page is one of them: it can be removed, not read.
+
+    Args:
+        folder: folder of the storage.
+        names: yield only the files of these models.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    names: dict[str, bool] = {}
-    for at, _, files in os.walk(folder, onerror=_raise):
+    used: dict[str, bool] = {"": False}
+    for at, _, files, directory in os.fwalk(folder, onerror=_raise):
         for file in files:
-            page, path = _PAGE.fullmatch(file), Path(at, file)
-            if page is None and not _NAMELESS_TEMPORARY.fullmatch(file):
+            page = _PAGE.fullmatch(file)
+            name = page["name"] if page else ""
+            if (page is None and not _NAMELESS_TEMPORARY.fullmatch(file)) or (names and name not in names):
                 continue
             try:
-                status = path.stat()
+                status = status_of(file, folder=directory)
             except OSError:  # another process removed the file
                 continue
-            name = page["name"] if page else ""
-            if name not in names:
-                names[name] = bool(name) and in_use(folder, name)
-            state = _state_of(page, names[name])
-            yield StoredFile(path, name, state, status.st_size, status.st_mtime)
+            if name not in used:
+                used[name] = locks.in_use(folder, name)
+            state = _state_of(page, used[name])
+            yield StoredFile(folder, Path(at, file), name, state, status.st_size, status.st_mtime)
 
 
 def _raise(error: OSError) -> None:
@@ -271,30 +212,44 @@ def _state_of(page: re.Match[str] | None, used: bool) -> str:
     return FORMER_WEIGHTS if page["update"] else UNUSED
 
 
-def is_intact(file: StoredFile) -> bool:
-    """Return True if a page has the checksum that it was stored with. Reads all of it."""
-    content = file.path.read_bytes()
-    name = file.path.name.removesuffix(".bin")
-    return content[-CHECKSUM_BYTES:] == page_checksum(name, memoryview(content)[:-CHECKSUM_BYTES])
+@dataclass
+class Cleaning:
+    """What became of the files of a folder.
+
+    Attributes:
+        removed: files that were removed.
+        kept: files that stay, because a server uses them or a process may be writing them.
+        failed: files that could not be removed, and why.
+    """
+
+    removed: list[StoredFile] = field(default_factory=list)
+    kept: list[StoredFile] = field(default_factory=list)
+    failed: dict[StoredFile, str] = field(default_factory=dict)
+
+    def remove(self, files: Iterable[StoredFile]) -> None:
+        for file in files:
+            try:
+                file.remove()
+                self.removed.append(file)
+            except OSError as error:
+                self.failed[file] = error.strerror or str(error)
 
 
-def clear(folder: Path, names: Sequence[str] = ()) -> tuple[list[StoredFile], list[StoredFile]]:
+def clear(folder: Path, names: Sequence[str] = ()) -> Cleaning:
     """Remove the pages that no server uses.
 
     Args:
         folder: folder of the storage.
         names: remove the pages of these models only; of all models if empty.
-
-    Returns:
-        The files that were removed, and those that were kept because a server uses them or a process may write them.
     """
-    unneeded: list[StoredFile] = []
-    kept: list[StoredFile] = []
-    for file in stored_files(folder):
-        if not names or file.name in names:
-            needed = file.state == USED or (file.state == TEMPORARY and not is_stale(file))
-            (kept if needed else unneeded).append(file)
-    return _remove(folder, unneeded), kept
+
+    def unneeded(file: StoredFile) -> bool:
+        return file.state != USED and (file.state != TEMPORARY or is_stale(file))
+
+    files = list(stored_files(folder, names))
+    done = _clean(folder, files, unneeded, names)
+    done.kept += [file for file in files if not unneeded(file)]
+    return done
 
 
 def is_stale(file: StoredFile) -> bool:
@@ -304,8 +259,8 @@ def is_stale(file: StoredFile) -> bool:
     return file.state in ORPHANS
 
 
-def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = None) -> list[StoredFile]:
-    """Remove the files that no server can read again, and return them.
+def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = None) -> Cleaning:
+    """Remove the files that no server can read again.
 
     Args:
         folder: folder of the storage.
@@ -317,18 +272,44 @@ def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = N
     def unneeded(file: StoredFile) -> bool:
         return is_stale(file) or (file.state == UNUSED and (file.name in names or file.used_at <= before))
 
-    return _remove(folder, filter(unneeded, stored_files(folder)))
+    return _clean(folder, list(stored_files(folder)), unneeded)
 
 
-def _remove(folder: Path, files: Iterable[StoredFile]) -> list[StoredFile]:
-    """Remove files of a folder, then the locks of names without files. Return the files that existed."""
-    removed = []
+def _clean(
+    folder: Path, files: Sequence[StoredFile], unneeded: Callable[[StoredFile], bool], names: Sequence[str] = ()
+) -> Cleaning:
+    """Remove the unneeded ones of the files of a folder, and the locks of names without files.
+
+    Args:
+        folder: folder of the storage.
+        files: all files of `names`.
+        unneeded: returns True for a file to remove.
+        names: page names, all of the folder if empty.
+    """
+    done, by_name = Cleaning(), defaultdict[str, list[StoredFile]](list)
     for file in files:
-        with suppress(FileNotFoundError):
-            file.path.unlink()
-            removed.append(file)
-    left = {file.name for file in stored_files(folder)}
-    for lock in folder.glob("*-dsv4v*.lock"):
-        if lock.stem not in left and not in_use(folder, lock.stem):
-            lock.unlink(missing_ok=True)
-    return removed
+        by_name[file.name].append(file)
+    for lock in folder.glob(f"*-dsv4v*{locks.SUFFIX}"):
+        if not names or lock.stem in names:
+            by_name.setdefault(lock.stem, [])
+    done.remove(filter(unneeded, by_name.pop("", [])))
+    for name, of_name in by_name.items():
+        going = list(filter(unneeded, of_name))
+        if going or not of_name:
+            _clean_name(folder, name, going, done, all_go=len(going) == len(of_name))
+    return done
+
+
+def _clean_name(folder: Path, name: str, going: list[StoredFile], done: Cleaning, *, all_go: bool) -> None:
+    """Remove files of one page name under its exclusive lock, so that a server that starts meanwhile loses no page that
+    it has found. Remove the lock's file with the last page."""
+    try:
+        with locks.held_alone(folder, name) as alone:
+            if not alone:
+                done.kept += going
+                return
+            done.remove(going)
+            if all_go and not done.failed.keys() & set(going):
+                locks.remove(folder, name)
+    except OSError as error:
+        done.failed |= dict.fromkeys(going, error.strerror or str(error))

@@ -27,7 +27,8 @@ class MooncakeStorage(ChecksummedEntries, MooncakeStore):
         self._first_prefix: str = self.config_prefix
 
     def use_name(self, name: str) -> None:
-        """Use another page name from now on, after a weight update."""
+        """Use another page name from now on, after a weight update. Pages of the former name stay, since other servers
+        may use them; the store evicts them once it is full."""
         self.config_prefix: str = f"{self._first_prefix}-{name}"
 
     def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
@@ -40,5 +41,5 @@ class MooncakeStorage(ChecksummedEntries, MooncakeStore):
                 self.store.remove(name, FORCE)
 
     def clear(self) -> None:
-        """Remove the pages of this model. Pages of other models in the same store stay."""
+        """Remove the pages of this model, also for other servers. Pages of other models in the same store stay."""
         self.store.remove_by_regex(f"^{re.escape(self.config_prefix)}_", FORCE)

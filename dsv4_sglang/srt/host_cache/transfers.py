@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
-from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, describe_weights
+from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import host_demand
+from dsv4_sglang.srt.host_cache.storage import StorageFull
+from dsv4_sglang.srt.host_cache.used_folder import describe_weights
 from dsv4_sglang.srt.host_cache.watch import LoadWatch
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.launch_error import LaunchError, ending_with_the_reason
@@ -114,7 +116,8 @@ class TransferController(HybridCacheController):
 
     def _page_backup(self, operation: Any) -> None:
         if self.storage_backend.available():
-            super()._page_backup(operation)
+            with suppress(StorageFull):  # the storage logs it
+                super()._page_backup(operation)
 
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Keep host indices on the CPU, which launches the copies."""

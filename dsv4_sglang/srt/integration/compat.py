@@ -119,6 +119,13 @@ OVERRIDES = (
         _prewarm_mhc_kernels="it compiles GPU kernels, which do not exist on a CPU",
     ),
     *_overridden(
+        "sglang.srt.mem_cache.unified_cache.components.FullComponent",
+        "dsv4_sglang.srt.prefix_cache.component.BlockComponent",
+        _evict_device_start="it sorts all leaves of the tree for each eviction; here they are kept in order",
+        _evict_device_next_node="it takes the next leaf from that list",
+        _evict_device_end="it frees that list",
+    ),
+    *_overridden(
         "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
         "dsv4_sglang.srt.prefix_cache.component.SnapshotComponent",
         _evict_device_next_node="it evicts snapshots if live slots are short, which frees no live slot",
@@ -340,6 +347,11 @@ def _freed_after(cache: Any) -> Iterator[tuple[Any, ...]]:
     cache._apply_cache_actions(actions)
 
 
+def nodes_of(core: Any) -> int:
+    """Return the number of nodes of a tree, with its root."""
+    return len(core._node_arena)
+
+
 def evict_from_device(component: Any, node: Any) -> None:
     """Evict what `component` has on a tree node from the device. Other components of the node stay."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
@@ -423,9 +435,9 @@ def set_files(evictor: Any, sizes: dict[str, int]) -> None:
     evictor._total_bytes = sum(sizes.values())
 
 
-def forget_files(storage: Any) -> None:
-    """Clear SGLang's list of the files of a storage, after the files were removed."""
-    storage._evictor.clear()
+def evictor_of(storage: Any) -> Any:
+    """Return SGLang's evictor of a file storage, which counts its files and bounds their size."""
+    return storage._evictor
 
 
 def resolve_flags(server_args: Any) -> Any:

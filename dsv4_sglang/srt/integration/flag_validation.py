@@ -18,7 +18,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, STORAGES, on_grid
+from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, on_grid
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
@@ -33,6 +33,15 @@ VARIABLES = {
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "snapshots need SGLang's unified radix tree",
     "SGLANG_RUST_SERVER": "its requests bypass the validation of fields",
 }
+# Settings of the host cache that SGLang does not derive itself.
+HOST_CACHE_FLAGS = (
+    "hicache_size",
+    "hicache_ratio",
+    "hicache_write_policy",
+    "hicache_storage_backend",
+    "hicache_storage_prefetch_policy",
+    "hicache_storage_backend_extra_config",
+)
 # The Python package of a storage, and what installs it.
 STORAGE_PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
 
@@ -146,14 +155,21 @@ def _rejected_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
         yield "--speculative-algorithm DSPARK with --enable-dp-attention", reason
 
 
-def _rejected_with_host_cache(args: Any) -> Iterable[tuple[str, str]]:
-    """Yield a storage without the host cache, and random weights in a storage that all servers share."""
-    storage = args.hicache_storage_backend
+def _rejected_with_host_cache(args: Any, options: Options) -> Iterable[tuple[str, str]]:
+    """Yield settings of a host cache that there is not, and random weights in a storage that all servers share."""
     if not args.enable_hierarchical_cache:
-        if storage in STORAGES:
-            name = f"--hicache-storage-backend {storage}"
-            yield name, "it extends the host cache; give --enable-hierarchical-cache"
+        defaults, reason = compat.flag_defaults(), "it is a setting of the host cache; give --enable-hierarchical-cache"
+        for field in HOST_CACHE_FLAGS:
+            if _given(value := getattr(args, field), defaults[field]):
+                yield _named(field, value), reason
+        for option in ("host_snapshots", "host_load_timeout_seconds"):
+            if (value := getattr(options, option)) != getattr(Options(), option):
+                yield f"the option {option} {value}", reason
         return
+    if args.disable_radix_cache:
+        reason = "the host cache extends the prefix cache; leave one of the two flags out"
+        yield "--enable-hierarchical-cache with --disable-radix-cache", reason
+    storage = args.hicache_storage_backend
     # Without the variable, all servers of a machine share a folder.
     variable, _ = FOLDERS.get(storage, ("", ""))
     if variable and args.load_format == "dummy" and not os.environ.get(variable):
@@ -199,6 +215,10 @@ def _rejected_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
             "SGLang cannot release the memory of breakable graphs; give disabled, or leave one of the two flags out"
         )
         yield "--cuda-graph-backend-prefill breakable with --enable-memory-saver", reason
+    graphs = envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH
+    if graphs.get() and args.tp_size > 1:
+        reason = "releasing CUDA graphs ended a server of two GPUs; leave it out: weights and cache are still released"
+        yield f"{graphs.name} with --tp-size {args.tp_size}", reason
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
@@ -284,7 +304,7 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
         _rejected_in_parallel(args),
         _rejected_with_eagle(args),
         _rejected_with_dspark(args),
-        _rejected_with_host_cache(args),
+        _rejected_with_host_cache(args, options),
         _rejected_with_disaggregation(args),
         _rejected_with_memory_saver(args),
         _rejected_for_model(args, hf_config),
@@ -326,7 +346,7 @@ def reject_for_machine(args: Any) -> None:
     if variable and (os.environ.get(variable) or args.hicache_storage_backend_extra_config is None):
         named = os.environ.get(variable, "")
         for folder in named.split(",") if storage == "nixl" else [named]:
-            own_folder(folder.strip(), default, variable)
+            own_folder(folder.strip(), default, variable, by_group=storage != "nixl")
 
 
 def reject_resolved(args: Any) -> None:

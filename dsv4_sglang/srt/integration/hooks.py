@@ -1,6 +1,6 @@
 """Table of all functions of SGLang that this package changes, with the reasons.
 
-Nothing is applied without the opt-in, for which two hooks of `plugin` check. A server does not start if a target does
+Nothing is applied without the opt-in, for which three hooks of `plugin` check. A server does not start if a target does
 not exist or has parameters that differ from those of the hook.
 """
 

@@ -27,6 +27,8 @@ from dsv4_sglang.srt.integration.options import KEY as OPT_IN_KEY
 from dsv4_sglang.srt.integration.options import from_override_args, model_overrides, overrides_of
 
 CONFIG_FLAG = "--config"
+# Module that runs a server which Ctrl-C ends quietly while it starts.
+INTERRUPTIBLE = "dsv4_sglang.srt.integration.interruptible"
 CPU_SHIM = Path(__file__).parents[1] / "cpu" / "cpu_shim"
 
 # SGLang sizes its pools by free GPU memory. On a CPU it would take most of the machine's memory, so these are small
@@ -65,20 +67,30 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the last value of a flag, None if it is not there, "" if it has none; and the other flags.
+def _take_all(flags: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Return the values of a flag, "" where it has none, and the other flags.
 
     An abbreviation counts: SGLang's parser accepts it as the same flag or rejects it as ambiguous. That parser is not
     used here, because its import takes 5 s.
     """
     parser = ArgumentParser(add_help=False)
-    parser.add_argument(name, dest="value", nargs="?", const="")
+    parser.add_argument(name, dest="values", nargs="?", const="", action="append", default=[])
     found, rest = parser.parse_known_args(list(flags))
-    return found.value, rest
+    return found.values, rest
 
 
-def _with_file(flags: Sequence[str]) -> list[str]:
-    """Return the flags, preceded by those of the `--config` file, as SGLang orders them. Lists are left out."""
+def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the last value of a flag, None if it is not there, and the other flags."""
+    values, rest = _take_all(flags, name)
+    return (values[-1] if values else None), rest
+
+
+def with_file(flags: Sequence[str]) -> list[str]:
+    """Return the flags, preceded by those of the `--config` file, as SGLang orders them.
+
+    Raises:
+        LaunchError: the file cannot be read.
+    """
     file, rest = _take(flags, CONFIG_FLAG)
     if file is None:
         return rest
@@ -98,7 +110,34 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     Raises:
         LaunchError: the file cannot be read.
     """
-    return _take(_with_file(flags), name)[0]
+    return _take(with_file(flags), name)[0]
+
+
+def model_path_of(given: str | None, flags: Sequence[str]) -> str:
+    """Return the model path, as given on the command line or in the file of `--config`.
+
+    Raises:
+        LaunchError: there is none, or the file cannot be read.
+    """
+    path = given or flag_value(flags, "--model-path")
+    if not path:
+        raise LaunchError("--model-path is missing; give a checkpoint's folder, or a hub name OWNER/NAME")
+    return path
+
+
+def overrides_given(flags: Sequence[str]) -> str | None:
+    """Return the value of --json-model-override-args, from the command line or the file of `--config`.
+
+    Raises:
+        LaunchError: the command line has the flag twice, of which SGLang would drop the first, or without a value.
+    """
+    values, _ = _take_all(flags, OPT_IN_FLAG)
+    if len(values) > 1:
+        raise LaunchError(f"{OPT_IN_FLAG} is given {len(values)} times; put all keys into one JSON object")
+    if values == [""]:
+        example = json.dumps({OPT_IN_KEY: {"max_snapshots": 1000}})
+        raise LaunchError(f"{OPT_IN_FLAG} has no value; give a JSON object such as '{example}', or leave it out")
+    return flag_value(flags, OPT_IN_FLAG)
 
 
 def config_of(model_path: str, overrides: str | None) -> dict[str, Any]:
@@ -215,7 +254,7 @@ def server_command(model_path: str, flags: Sequence[str], cpu: bool, python: str
     Raises:
         LaunchError: the overrides are invalid, or the file cannot be read.
     """
-    overrides = opt_in(flag_value(flags, OPT_IN_FLAG))
+    overrides = opt_in(overrides_given(flags))
     _, rest = _take(flags, OPT_IN_FLAG)
     argv = [python, "-m", "sglang.launch_server", "--model-path", model_path, OPT_IN_FLAG, overrides]
     if cpu:

@@ -1,27 +1,29 @@
 """Entry point of the group `sglang.srt.plugins`. It runs in the launcher and in every scheduler process.
 
-Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it only wraps two functions that check for the
-opt-in. With the opt-in, everything else is installed when SGLang builds its model config: in the launcher while the
+Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it only wraps three functions that check for
+the opt-in. With the opt-in, everything else is installed when SGLang builds its model config: in the launcher while the
 flags are resolved, in a scheduler process before weights and pools exist.
 """
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.integration.options import Options
     from dsv4_sglang.srt.integration.server_context import ServerContext
 
+PARSER = "sglang.srt.server_args.ServerArgs.add_cli_args"
 COMMAND_LINE = "sglang.srt.server_args.ServerArgs.from_cli_args"
 OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 
 
 def register() -> None:
-    """Register the two functions that check for the opt-in.
+    """Register the functions that check for the opt-in.
 
     SGLang only logs an exception of a plugin and continues with its own pools. So this function ends a process that
     opted in.
@@ -29,29 +31,58 @@ def register() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        HookRegistry.register(PARSER, reject_in_one_line, HookType.AROUND)
         HookRegistry.register(COMMAND_LINE, before_command_line, HookType.BEFORE)
         HookRegistry.register(OPT_IN, OptIn().build_model_config, HookType.AROUND)
     except Exception as error:
-        if any("dsv4_sglang" in argument for argument in sys.argv):
+        if _opts_in():
             raise SystemExit(f"dsv4_sglang cannot hook into SGLang: {error!r}") from error
         raise
 
 
+def _opts_in() -> bool:
+    """Return True if the command line of this process names this package."""
+    return any("dsv4_sglang" in argument for argument in sys.argv)
+
+
+def reject_in_one_line(original: Callable[..., Any], parser: ArgumentParser) -> None:
+    """AROUND `ServerArgs.add_cli_args`: after an error of the command line print its reason only. SGLang would print
+    the usage of all of its flags, 431 lines."""
+    from dsv4_sglang.srt.integration.flag_names import reject_unknown
+    from dsv4_sglang.srt.integration.launch_error import LaunchError
+
+    def error(message: str) -> NoReturn:
+        try:
+            reject_unknown(sys.argv[1:])
+            raise LaunchError(message)
+        except LaunchError as rejection:
+            rejection.show()
+        raise SystemExit(2)
+
+    original(parser)
+    if _opts_in():
+        parser.error = error  # type: ignore[method-assign]
+
+
 def before_command_line(_cls: type, args: Namespace) -> None:
-    """Check the options and the model of a server's command line before SGLang resolves it.
+    """Check the options and the checkpoint of a server's command line before SGLang resolves it.
 
     Also show a rejection without a traceback. A program that builds SGLang's engine itself gets the exception.
 
     Raises:
         LaunchError: the server cannot be started with these options or this model.
     """
-    from dsv4_sglang.srt.integration.launch_command import config_of
+    from dsv4_sglang.srt.integration.checkpoint_check import check_checkpoint
+    from dsv4_sglang.srt.integration.launch_command import config_of, overrides_given
     from dsv4_sglang.srt.integration.launch_error import without_traceback
     from dsv4_sglang.srt.integration.options import from_override_args
 
     sys.excepthook = without_traceback(sys.excepthook)
+    if _opts_in():
+        overrides_given(sys.argv[1:])  # SGLang's parser drops the first of two values
     if from_override_args(args.json_model_override_args) is not None:
-        config_of(args.model_path, args.json_model_override_args)
+        config = config_of(args.model_path, args.json_model_override_args)
+        check_checkpoint(args.model_path, config, partial(getattr, args))
 
 
 class OptIn:

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
-from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, SnapshotComponent
+from dsv4_sglang.srt.prefix_cache.component import BlockComponent, SnapshotComponent
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 
 
@@ -23,7 +23,6 @@ def build_prefix_cache(ctx: Any, interval: int) -> Any:
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
-    slots = ctx.params.req_to_token_pool.mamba_ckpt_pool
     if ctx.enable_hierarchical_cache:
         from dsv4_sglang.srt.host_cache.cache import build_host_prefix_cache
 
@@ -34,7 +33,6 @@ def build_prefix_cache(ctx: Any, interval: int) -> Any:
             ComponentType.MAMBA: partial(SnapshotComponent, interval=interval),
         }
         cache = PrefixCache(ctx.params)
-    cache.tree_core.eviction_strategy = LeafOrder(slots)
     if ctx.params.enable_kv_cache_events:
         cache.events = PrefixEvents()
         cache.tree_core.kv_events = cache.events

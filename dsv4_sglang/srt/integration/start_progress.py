@@ -37,14 +37,11 @@ _recording = ""
 def note_graph(original: Callable[..., Any], runner: Any, size: int, *arguments: Any, **named: Any) -> Any:
     """AROUND `capture_one_shape` of SGLang's runners: note which graph is being recorded. The largest comes first."""
     global _recording
-    prefill = hasattr(runner, "capture_num_tokens")
-    sizes = sorted(runner.capture_num_tokens if prefill else runner.capture_bs, reverse=True)
-    what = (
-        f"prefill graph {{}} of {len(sizes)} ({size} tokens)"
-        if prefill
-        else f"graph {{}} of {len(sizes)} ({size} requests)"
-    )
-    _recording = what.format(sizes.index(size) + 1)
+    # Only the runner of prefill steps has sizes in tokens.
+    tokens = getattr(runner, "capture_num_tokens", None)
+    sizes = sorted(tokens or runner.capture_bs, reverse=True)
+    kind, unit = ("prefill", "tokens") if tokens else ("decode", "requests")
+    _recording = f"{kind} graph {sizes.index(size) + 1} of {len(sizes)} ({size} {unit})"
     try:
         return original(runner, size, *arguments, **named)
     finally:

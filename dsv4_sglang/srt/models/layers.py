@@ -74,13 +74,17 @@ def on_stream(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) 
 
 def _with_room_for_drafts(config: Any) -> Any:
     """Return the config with additional positions for drafts after the end of the context. The RoPE tables have a row
-    for each position."""
+    for each position.
+
+    A verify step begins at most at the last position of the context. With overlap scheduling the next one is launched
+    before the host knows that the request has ended, so it may begin after all tokens of that step.
+    """
     from sglang.srt.runtime_context import get_spec
 
     if not (drafts := get_spec().speculative_num_draft_tokens):
         return config
     wider = copy.copy(config)
-    wider.max_position_embeddings += drafts
+    wider.max_position_embeddings += 2 * drafts
     return wider
 
 

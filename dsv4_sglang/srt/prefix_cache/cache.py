@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
+from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -17,12 +19,16 @@ if TYPE_CHECKING:
 # Minimum pause between two checks of the tree, as a multiple of the duration of the last check.
 CHECK_PAUSE = 100
 
+# Most nodes of a tree that is checked. A check takes 10 us a node, so at most 20 ms.
+CHECKED_NODES = 2048
+
 
 class PrefixCache(UnifiedRadixCache):
-    """SGLang's tree with less frequent consistency checks.
+    """SGLang's tree with bounded and less frequent consistency checks.
 
-    The scheduler runs a check in every idle iteration. A check visits all nodes (20 ms for 800 of them), and a request
-    that arrives meanwhile waits for it on every TP rank. Here checks take 1/CHECK_PAUSE of an idle server's time.
+    The scheduler runs a check in every idle iteration. A check visits all nodes, and a request that arrives meanwhile
+    waits for it on every TP rank. Here checks take 1/CHECK_PAUSE of an idle server's time, and a tree of more than
+    CHECKED_NODES nodes is not checked. The integrity audit checks trees of any size.
     """
 
     # The scheduler's running batch. It is marked as full (`batch_is_full`) while there is no room for another request.
@@ -33,7 +39,7 @@ class PrefixCache(UnifiedRadixCache):
 
     def sanity_check(self) -> None:
         begin = time.monotonic()
-        if begin < self._next_check:
+        if begin < self._next_check or compat.nodes_of(self.tree_core) > CHECKED_NODES:
             return
         super().sanity_check()
         end = time.monotonic()
@@ -44,7 +50,9 @@ class PrefixCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         super().reset()
-        self.req_to_token_pool.mamba_ckpt_pool.forget()
+        slots = self.req_to_token_pool.mamba_ckpt_pool
+        slots.forget()
+        self.tree_core.evictable_device_leaves = EvictableLeaves(slots)
 
     def settle(self, waiting: Iterable[Req]) -> None:
         """Wait for running copies, and cancel the loads of queued requests."""

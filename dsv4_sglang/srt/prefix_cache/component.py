@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, FullComponent, MambaComponent
 from sglang.srt.runtime_context import get_parallel
@@ -17,9 +16,9 @@ from sglang.srt.runtime_context import get_parallel
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration import compat, metrics
 from dsv4_sglang.srt.integration.metrics import CacheMetrics
+from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 if TYPE_CHECKING:
@@ -58,7 +57,13 @@ class BlockComponent(FullComponent):
 
     SGLang frees evicted tokens as token slots in any order and has to look up their blocks, which synchronises with the
     device once per node. Here a node consists of whole blocks, so they are freed without a lookup.
+
+    SGLang sorts all leaves for each eviction. Here `EvictableLeaves` keeps them in order.
     """
+
+    # Leaves that the running eviction has returned, and the tokens that it must free.
+    _returned: dict[int, UnifiedTreeNode]
+    _wanted = 0
 
     def apply_component_action(self, action: Any) -> None:
         if not isinstance(action, FreeComponentDeviceSlot):
@@ -70,6 +75,29 @@ class BlockComponent(FullComponent):
     def evict_component(self, node: UnifiedTreeNode, *arguments: Any, **named: Any) -> tuple[int, int]:
         note_change(self.cache, node)
         return super().evict_component(node, *arguments, **named)
+
+    @property
+    def leaves(self) -> EvictableLeaves:
+        leaves = self.tree_core.evictable_device_leaves
+        assert isinstance(leaves, EvictableLeaves)
+        return leaves
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted, self._returned = request_cnt, {}
+
+    def _evict_device_next_node(self, tracker: dict[ComponentType, int], *freed: Any, **named: Any) -> int | None:
+        """Return the next leaf to evict. A leaf that could not be evicted, because the host has no room for what must
+        be saved first, is not returned twice."""
+        while tracker[self.component_type] < self._wanted and (leaf := self.leaves.take_first()) is not None:
+            if leaf.id not in self._returned:
+                self._returned[leaf.id] = leaf
+                return int(leaf.id)
+        return None
+
+    def _evict_device_end(self) -> None:
+        for leaf in self._returned.values():
+            self.leaves.refresh(leaf)
+        self._returned = {}
 
 
 class SnapshotComponent(MambaComponent):
@@ -277,6 +305,11 @@ class SnapshotComponent(MambaComponent):
         note_change(self.cache, node)
         self.slots.nodes[slot] = node
         self.slots.registry.add(slot, length, self._above(node), self._below(node))
+        self._refresh_leaf(node)
+
+    def _refresh_leaf(self, node: UnifiedTreeNode) -> None:
+        """Update the place of a node among the leaves, after it got or lost its snapshot."""
+        self.tree_core.evictable_device_leaves.refresh(node)
 
     def _lock_as_node(self, node: UnifiedTreeNode, slot: int) -> None:
         """Copy the locks of a node to its new snapshot. SGLang may lock a node before it has a snapshot, and
@@ -365,7 +398,9 @@ class SnapshotComponent(MambaComponent):
         if EvictLayer.DEVICE in target and slot is not None:
             self._on_device_eviction(node, slot, target)
             self.metrics.add("snapshots_evicted", value=self._evicting)
-        return super().evict_component(node, device_frees, host_frees, cache_actions, target)
+        freed = super().evict_component(node, device_frees, host_frees, cache_actions, target)
+        self._refresh_leaf(node)
+        return freed
 
     def _on_device_eviction(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
         self.slots.registry.remove(slot, self._path_hash(node, slot))
@@ -395,26 +430,6 @@ class SnapshotComponent(MambaComponent):
         super().release_component_lock(node, params, lock_host)
         if data.lock_ref < before and (slot := self._slot(node)) is not None:
             self.slots.registry.unlock(slot)
-
-
-class LeafOrder(EvictionStrategy):
-    """Order in which the leaves of the tree are evicted: smallest priority first. Leaves without a snapshot have no
-    value and are evicted first."""
-
-    def __init__(self, slots: SnapshotSlots) -> None:
-        self.slots = slots
-        # Registry and change count for which `_reuse_interval` was computed. A flush makes a new registry, at 0.
-        self._read: tuple[SnapshotRegistry, int] | None = None
-        self._reuse_interval: list[float] = []
-
-    def get_priority(self, node: Any) -> tuple[float, float]:
-        snapshot = self.slots.id_of(node)
-        if not snapshot:
-            return (-float("inf"), node.last_access_time)
-        registry = self.slots.registry
-        if self._read != (registry, registry.changes):
-            self._read, self._reuse_interval = (registry, registry.changes), registry.reuse_interval().tolist()
-        return (-self._reuse_interval[snapshot], 0.0)
 
 
 def component_of(tree_cache: Any) -> SnapshotComponent:

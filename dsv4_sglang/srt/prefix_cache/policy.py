@@ -14,9 +14,12 @@ conversation. Its end is the snapshot that has no follower.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
+
+from dsv4_sglang.srt.prefix_cache.eviction_order import TIE, Entry, EvictionOrder
 
 # Factor on the probability of reuse if a later snapshot exists on the same branch. A conversation normally resumes from
 # its end; only an edited or repeated turn resumes from an earlier snapshot. `benchmarks/prefix_simulation.py` hits
@@ -40,6 +43,10 @@ REMEMBERED = 4
 # With a host cache, 1/MARGIN of the device is kept free or evictable without a copy (the host has one already), so that
 # an allocation rarely waits for a save. With a larger share the host would hold more duplicates.
 MARGIN = 32
+
+# Most snapshots that a search for the next evictions returns for slots, and for blocks. All of a larger margin would
+# take milliseconds to find, and one scheduler iteration saves fewer.
+CANDIDATES = 256
 
 
 class SnapshotRegistry:
@@ -95,6 +102,8 @@ class SnapshotRegistry:
         self.locks = np.zeros(size, dtype=np.int32)
         # The next snapshot on the path to the root, or 0.
         self.previous = np.zeros(size, dtype=np.int64)
+        # Number of snapshots that have this one as `previous`.
+        self.followers = np.zeros(size, dtype=np.int64)
         # The next four apply to snapshots in device slots only.
         # The host has a copy.
         self.copied = np.zeros(size, dtype=bool)
@@ -104,6 +113,10 @@ class SnapshotRegistry:
         self.attempted = np.zeros(size, dtype=bool)
         # The snapshot is among the next that the device evicts (`note_eviction_candidates`).
         self.evicted_next = np.zeros(size, dtype=bool)
+        # Snapshots whose blocks end in a leaf that the tree may evict, by reuse interval (`at_leaf`).
+        self.leaves = EvictionOrder()
+        # Snapshots in device slots that may be evicted for their slot, by eviction score.
+        self._for_slots = EvictionOrder()
 
     def tick(self) -> None:
         self.now += 1
@@ -125,10 +138,14 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
         self.changes += 1
         # A continued branch keeps its interval. A fork starts a branch with no history.
-        self.interval[slot] = self.interval[previous] if previous and not self.following(previous) else 0.0
+        self.interval[slot] = self.interval[previous] if previous and not self.followers[previous] else 0.0
         self.held[slot] = True
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
-        self.previous[slot], self.previous[list(following)] = previous, slot
+        following = list(following)
+        self.previous[slot], self.previous[following] = previous, slot
+        self.followers[slot] = len(following)
+        self.followers[previous] += 1 - len(following)
+        self._reorder(slot, previous, *following)
 
     def remove(self, slot: int, path_hash: int = 0) -> None:
         """Remove an evicted snapshot. Its followers follow the snapshot before it.
@@ -143,20 +160,24 @@ class SnapshotRegistry:
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"snapshot slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
         self.changes += 1
-        following = self.following(slot)
-        if not following:
+        if not self.followers[slot]:
             self._waiting_ended(float(self.now - self.last[slot]), used=False)
             if path_hash:
                 self._ghosts.pop(path_hash, None)
                 self._ghosts[path_hash] = int(self.last[slot])
                 if len(self._ghosts) > REMEMBERED * len(self.held):
                     del self._ghosts[next(iter(self._ghosts))]
-        self.previous[list(following)] = self.previous[slot]
+        following, previous = list(self.following(slot)), int(self.previous[slot])
+        self.previous[following] = previous
+        self.followers[previous] += len(following) - 1
         self._forget(slot)
+        self._reorder(previous, *following)
 
     def _forget(self, slot: int) -> None:
-        for column in (self.held, self.copied, self.pending_write, self.attempted, self.evicted_next):
+        for column in (self.held, self.copied, self.pending_write, self.attempted, self.evicted_next, self.followers):
             column[slot] = False
+        self.leaves.drop(slot)
+        self._for_slots.drop(slot)
 
     def host_id(self, row: int) -> int:
         """Return the number of the snapshot in host row `row` (0-based) that the device does not have."""
@@ -172,11 +193,14 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not held, locked, or taken")
         self.changes += 1
         self.previous[list(self.following(slot))] = to
-        for column in (self.length, self.last, self.interval, self.previous):
+        for column in (self.length, self.last, self.interval, self.previous, self.followers):
             column[to] = column[slot]
         self.locks[to] = 0
+        at_leaf = slot in self.leaves
         self._forget(slot)
         self.held[to] = True
+        self.at_leaf(to, at_leaf)
+        self._reorder(to)
 
     def use(self, slot: int) -> float:
         """Record that a request resumes from the snapshot. Return the time since it was taken or last used."""
@@ -184,9 +208,10 @@ class SnapshotRegistry:
         since = float(self.now - self.last[slot])
         known = self.interval[slot]
         self.interval[slot] = since if known == 0 else (known + since) / 2
-        if not self.following(slot):
+        if not self.followers[slot]:
             self._waiting_ended(since, used=True)
         self.last[slot] = self.now
+        self._reorder(slot)
         return since
 
     def ghost_hit(self, path_hashes: Iterable[int]) -> float:
@@ -227,30 +252,77 @@ class SnapshotRegistry:
 
     def lock(self, slot: int) -> None:
         self.locks[slot] += 1
+        self._for_slots.drop(slot)
 
     def unlock(self, slot: int) -> None:
         self.locks[slot] -= 1
         assert self.locks[slot] >= 0, f"snapshot slot {slot} unlocked once too often"
+        self._reorder(slot)
+
+    def at_leaf(self, number: int, at_leaf: bool) -> None:
+        """Note that the blocks of a snapshot end in a leaf that the tree may evict, or that they do not any more."""
+        if at_leaf:
+            self.leaves.put(number, self._entry(number, 1.0))
+        else:
+            self.leaves.drop(number)
+
+    def next_leaf(self) -> int:
+        """Return the snapshot with the longest `reuse_interval` of those at a leaf, or 0 if there is none."""
+        return self.leaves.first(self.now, self.mean_interval)[0]
+
+    def _reorder(self, *numbers: int) -> None:
+        """Update the eviction orders after a change of these snapshots. 0 is skipped."""
+        for number in filter(None, numbers):
+            if number in self.leaves:
+                self.at_leaf(number, True)
+            if self.held[number] and number <= self.capacity and not self.locks[number]:
+                self._for_slots.put(number, self._entry(number, self._cost(number)))
+
+    def misplaced(self) -> Iterator[int]:
+        """Yield the snapshots whose place in an eviction order is not that of their columns, for the integrity
+        audit."""
+        evictable = set(
+            np.flatnonzero(self.held[: self.capacity + 1] & (self.locks[: self.capacity + 1] == 0)).tolist()
+        )
+        for number in sorted(evictable | self._for_slots.entries.keys() | self.leaves.entries.keys()):
+            expected = self._entry(number, self._cost(number)) if number in evictable else None
+            at_leaf = self.leaves.entries.get(number)
+            if self._for_slots.entries.get(number) != expected or at_leaf not in (None, self._entry(number, 1.0)):
+                yield number
+
+    def _entry(self, number: int, cost: float) -> Entry:
+        return Entry(int(self.last[number]), self._interval(number), max(cost, 1e-9))
+
+    def _interval(self, number: int) -> float:
+        return float(self.interval[number])
+
+    def _cost(self, number: int) -> float:
+        """Return the element of `recompute_cost` for one snapshot."""
+        saved = float(self.length[number] - self.length[self.previous[number]])
+        return saved * (SUPERSEDED if self.superseded(number) else 1.0)
 
     def superseded(self, slot: int) -> bool:
         """Return True if a later snapshot is on the same branch, on the device or on the host."""
-        return len(self.following(slot)) == 1
+        return bool(self.followers[slot] == 1)
 
     def following(self, slot: int) -> set[int]:
-        """Return the next snapshots on the paths below this one. For 0, return the first snapshot of each path."""
+        """Return the next snapshots on the paths below this one."""
+        if not self.followers[slot]:
+            return set()
         return set(np.flatnonzero(self.held & (self.previous == slot)).tolist())
 
-    def recompute_cost(self) -> np.ndarray:
-        """Return the tokens to recompute without each snapshot, times SUPERSEDED where that applies."""
-        followers = np.bincount(self.previous[self.held], minlength=len(self.held))
-        saved = self.length - self.length[self.previous]
-        return saved * np.where(followers == 1, SUPERSEDED, 1.0)
+    def recompute_cost(self, count: int | None = None) -> np.ndarray:
+        """Return the tokens to recompute without each of the first `count` snapshots (default: all), times SUPERSEDED
+        where that applies."""
+        saved = self.length[:count] - self.length[self.previous[:count]]
+        return saved * np.where(self.followers[:count] == 1, SUPERSEDED, 1.0)
 
-    def reuse_interval(self) -> np.ndarray:
-        """Return the expected time to reuse (reciprocal of its probability), [capacity + host_rows + 1] float64."""
-        interval = np.where(self.interval > 0, self.interval, self.mean_interval)
-        # Break ties by evicting the youngest: a loop over more than the pool holds then still hits a part.
-        return np.maximum(np.maximum(self.now - self.last, interval), 1.0) * (1 + 1e-9 * self.last)
+    def reuse_interval(self, count: int | None = None) -> np.ndarray:
+        """Return the expected time to reuse (reciprocal of its probability) of the first `count` snapshots (default:
+        all), float64."""
+        last, known = self.last[:count], self.interval[:count]
+        interval = np.where(known > 0, known, self.mean_interval)
+        return np.maximum(np.maximum(self.now - last, interval), 1.0) * (1 + TIE * last)
 
     def lowest_value(self, *, needed: bool, saves: int) -> int:
         """Return the device snapshot to evict for its slot, or 0 if there is none.
@@ -260,24 +332,22 @@ class SnapshotRegistry:
                 than the new one, which is assumed to be superseded.
             saves: recompute cost of the new snapshot in tokens.
         """
-        free = (self.held & (self.locks == 0))[: self.capacity + 1]
-        score = np.where(free, self.eviction_score()[: len(free)], -1.0)
-        slot = int(score.argmax())
+        slot, score = self._for_slots.first(self.now, self.mean_interval)
         least = 0.0 if needed else max(self.mean_interval, 1.0) / max(saves * SUPERSEDED, 1e-9)
-        return slot if free[slot] and score[slot] > least else 0
+        return slot if score > least else 0
 
     # Host cache
 
-    def eviction_score(self) -> np.ndarray:
+    def eviction_score(self, count: int | None = None) -> np.ndarray:
         """Return `reuse_interval` divided by `recompute_cost`, by number. The highest score is evicted first."""
-        return self.reuse_interval() / np.maximum(self.recompute_cost(), 1e-9)
+        return self.reuse_interval(count) / np.maximum(self.recompute_cost(count), 1e-9)
 
     def to_copy(self) -> list[int]:
         """Return the slots that the host should copy at once, most valuable first."""
         slots = np.flatnonzero(self.held & self.pending_write & ~self.copied & ~self.attempted)
         return slots[np.argsort(self.eviction_score()[slots], kind="stable")].tolist() if len(slots) else []
 
-    def note_eviction_candidates(self, tokens: int, slots: int) -> list[int]:
+    def note_eviction_candidates(self, tokens: int, slots: int, most: int = CANDIDATES) -> list[int]:
         """Return the snapshots that the device evicts next, in order, and mark them in `evicted_next`.
 
         Snapshots locked by requests are marked too if they would be candidates without the lock, but are not returned.
@@ -285,36 +355,41 @@ class SnapshotRegistry:
         Args:
             tokens: tokens of blocks to free, by evicting the ends of paths.
             slots: snapshot slots to free.
+            most: limit of the snapshots that are noted for tokens, and of those for slots.
         """
-        here = self.held[: self.capacity + 1]
+        here, locks = (column[: self.capacity + 1] for column in (self.held, self.locks))
         # Candidates that only a running copy to the host locks become evictable when the copy ends.
-        copying = self.evicted_next & self.copied & (self.locks > 0)
-        free = here & ((self.locks == 0) | copying)[: len(here)]
-        ids = np.flatnonzero(here)
+        copying = (self.evicted_next & self.copied)[: len(here)] & (locks > 0)
+        free = here & ((locks == 0) | copying)
         going: dict[int, None] = {}
         if slots > 0:
-            order = ids[np.argsort(-self.eviction_score()[ids], kind="stable")]
-            going.update(dict.fromkeys(order[: np.searchsorted(np.cumsum(free[order]), slots) + 1].tolist()))
+            score = self.eviction_score(len(here))
+            order = _first(np.flatnonzero(here), score, free.astype(np.int64), slots, most)
+            going.update(dict.fromkeys(order.tolist()))
         if tokens > 0:
-            reuse_interval = self.reuse_interval()
-            followers = np.bincount(self.previous[ids], minlength=len(self.held))
-            order = ids[followers[ids] == 0]
-            order = order[np.argsort(-reuse_interval[order], kind="stable")]
-            freed = np.cumsum(np.where(free[order], self.length[order] - self.length[self.previous[order]], 0))
-            ends = [(-reuse_interval[slot], slot) for slot in order[: np.searchsorted(freed, tokens) + 1].tolist()]
-            while ends and tokens > 0:
-                _, slot = heapq.heappop(ends)
-                going[slot] = None
-                if not free[slot]:
-                    continue
-                above = int(self.previous[slot])
-                tokens -= int(self.length[slot] - self.length[above])
-                followers[above] -= 1
-                if above <= self.capacity and here[above] and not followers[above]:
-                    heapq.heappush(ends, (-reuse_interval[above], above))
+            going.update(dict.fromkeys(islice(self._ends_to_evict(here, free, tokens, most), most)))
         self.evicted_next[:] = False
         self.evicted_next[list(going)] = True
         return [slot for slot in going if free[slot]]
+
+    def _ends_to_evict(self, here: np.ndarray, free: np.ndarray, tokens: int, most: int) -> Iterator[int]:
+        """Yield the snapshots that end paths on the device, in the order in which their blocks are evicted, until that
+        frees `tokens` tokens. Those that are not `free` are yielded too, but free nothing."""
+        ids, reuse_interval = np.flatnonzero(here), self.reuse_interval(len(here))
+        followers = np.bincount(self.previous[ids], minlength=len(self.held))
+        saved = np.where(free, self.length[: len(here)] - self.length[self.previous[: len(here)]], 0)
+        order = _first(ids[followers[ids] == 0], reuse_interval, saved, tokens, most)
+        ends = [(-reuse_interval[slot], slot) for slot in order.tolist()]
+        while ends and tokens > 0:
+            _, slot = heapq.heappop(ends)
+            yield slot
+            if not free[slot]:
+                continue
+            above = int(self.previous[slot])
+            tokens -= int(saved[slot])
+            followers[above] -= 1
+            if 0 < above <= self.capacity and here[above] and not followers[above]:
+                heapq.heappush(ends, (-reuse_interval[above], above))
 
     def host_value(self, score: np.ndarray) -> np.ndarray:
         """Return the value of each snapshot's host copy, by number. The host evicts the smallest first.
@@ -333,3 +408,15 @@ class SnapshotRegistry:
         everywhere = np.arange(len(self.held))
         ids = everywhere[self.held & (self.copied | (everywhere > self.capacity)) & (value < below)]
         return ids[np.argsort(value[ids], kind="stable")].tolist()
+
+
+def _first(ids: np.ndarray, score: np.ndarray, amount: np.ndarray, needed: int, most: int) -> np.ndarray:
+    """Return the ids of highest score, in descending order, until their amounts add up to `needed`, at most `most`.
+
+    `score` and `amount` are columns by id.
+    """
+    if len(ids) > most:
+        scores = score[ids]
+        ids = ids[scores >= np.partition(scores, -most)[-most]]
+    order = ids[np.argsort(-score[ids], kind="stable")]
+    return order[: min(most, int(np.searchsorted(np.cumsum(amount[order]), needed)) + 1)]

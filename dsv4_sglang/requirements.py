@@ -1,0 +1,53 @@
+"""The packages that this package needs, and which of them are missing. It imports none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+from importlib.util import find_spec
+
+DISTRIBUTION = "dsv4-sglang"
+# Module of each required distribution.
+MODULES = {"torch": "torch", "sglang": "sglang", "packaging": "packaging", "pyyaml": "yaml", "typer": "typer"}
+
+# Those of SGLang that this package imports, too.
+MODULES_OF_SGLANG = {
+    "transformers": "transformers",
+    "triton": "triton",
+    "safetensors": "safetensors",
+    "prometheus-client": "prometheus_client",
+}
+
+
+def missing() -> list[str]:
+    """Return the names of the required distributions that are not installed."""
+    return [name for name, module in MODULES.items() if find_spec(module) is None]
+
+
+def advice(names: Iterable[str]) -> str:
+    """Return one line that says which packages are not installed and how to install them."""
+    names = list(names)
+    versions = _requirements()
+    wanted = " ".join(f'"{versions.get(name, name)}"' for name in names)
+    verb = "is" if len(names) == 1 else "are"
+    return f"{', '.join(names)} {verb} not installed; run `pip install {wanted}`, or `make setup` in a clone"
+
+
+def advice_after(error: ModuleNotFoundError) -> str | None:
+    """Return `advice` for a failed import, or None if the error has another cause: the package is installed and lacks
+    a module."""
+    if names := missing():
+        return advice(names)
+    package = (error.name or "").partition(".")[0]
+    return advice([package]) if package and find_spec(package) is None else None
+
+
+def _requirements() -> dict[str, str]:
+    """Return the requirement of each distribution, such as "torch<3,>=2.11", by its name. Empty if this package runs
+    from a folder without being installed."""
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    texts = [line for line in lines if ";" not in line]
+    return {name: text for name in MODULES for text in texts if text.startswith(name)}

@@ -1,0 +1,146 @@
+"""Eviction order of snapshots, kept up to date with each change, so that the next victim is found without a search."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+# Relative weight of `last` that breaks ties: of snapshots with equal reuse intervals, the youngest is evicted first. A
+# loop over more than the pool holds then still hits a part.
+TIE = 1e-9
+
+
+class Ranking:
+    """Items in ascending order of their keys.
+
+    A change of a key leaves the old entry in the heap. Old entries are skipped, and removed when they outnumber the
+    items, so that they take no more memory than the items do.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def entries(self) -> int:
+        """Number of entries in memory, with the old ones."""
+        return len(self._heap)
+
+    def put(self, item: int, key: float) -> None:
+        """Add an item, or change its key."""
+        if self._keys.get(item) != key:
+            self._keys[item] = key
+            heapq.heappush(self._heap, (key, item))
+            self._compact()
+
+    def drop(self, item: int) -> None:
+        """Remove an item, if it is there."""
+        if self._keys.pop(item, None) is not None:
+            self._compact()
+
+    def _compact(self) -> None:
+        if len(self._heap) > 2 * len(self._keys) + 16:
+            self._heap = [(key, item) for item, key in self._keys.items()]
+            heapq.heapify(self._heap)
+
+    def first(self) -> tuple[float, int] | None:
+        """Return the smallest key and its item (of equal keys, the smallest item), or None without items."""
+        while self._heap and self._keys.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+
+class Entry(NamedTuple):
+    """What the score of a snapshot depends on, besides the time and the mean interval.
+
+    Attributes:
+        last: time when the snapshot was taken or last resumed from.
+        interval: its reuse interval, 0 while unknown.
+        cost: its recompute cost.
+    """
+
+    last: int
+    interval: float
+    cost: float
+
+    def score(self, now: int, mean_interval: float) -> float:
+        """Return the eviction score, as in `SnapshotRegistry.eviction_score`."""
+        reuse_interval = max(float(now - self.last), self.interval or mean_interval, 1.0) * (1 + TIE * self.last)
+        return reuse_interval / self.cost
+
+
+class EvictionOrder:
+    """Snapshots, of which `first` returns the one with the highest eviction score.
+
+    The order changes with time, because the age of a snapshot does. Each score is however the larger of two numbers,
+    (age / cost) and (interval / cost), so the highest score is the highest of these numbers:
+
+    - the longest known interval / cost, which does not change with time;
+    - the mean interval / cost, for snapshots with an unknown interval. The mean is a common factor, so the order does
+      not change either;
+    - the age / cost. Of snapshots with equal costs, the oldest has the highest. Costs are multiples of 128 tokens, so
+      the number of different ones is bounded by the context length, not by the number of snapshots.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self._known, self._unknown = Ranking(), Ranking()
+        # Cost -> snapshots of this cost by age.
+        self._oldest: dict[float, Ranking] = {}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.entries
+
+    def rankings(self) -> list[Ranking]:
+        """Return all rankings, for checks of their sizes."""
+        return [self._known, self._unknown, *self._oldest.values()]
+
+    def put(self, number: int, entry: Entry) -> None:
+        """Add a snapshot, or change what its score depends on."""
+        if self.entries.get(number) == entry:
+            return
+        self.drop(number)
+        self.entries[number] = entry
+        tie = 1 + TIE * entry.last
+        if entry.interval:
+            self._known.put(number, -max(entry.interval, 1.0) * tie / entry.cost)
+        else:
+            self._unknown.put(number, -tie / entry.cost)
+        self._oldest.setdefault(entry.cost, Ranking()).put(number, entry.last)
+
+    def drop(self, number: int) -> None:
+        """Remove a snapshot, if it is there."""
+        if (entry := self.entries.pop(number, None)) is None:
+            return
+        (self._known if entry.interval else self._unknown).drop(number)
+        oldest = self._oldest[entry.cost]
+        oldest.drop(number)
+        if not len(oldest):
+            del self._oldest[entry.cost]
+
+    def first(self, now: int, mean_interval: float) -> tuple[int, float]:
+        """Return the snapshot with the highest eviction score (of equal ones, the smallest number) and the score.
+        Return (0, 0.0) without snapshots."""
+        tops = [self._known.first(), self._unknown.first(), self._longest_waiting(now)]
+        best = 0, 0.0
+        for number in {top[1] for top in tops if top is not None}:
+            score = self.entries[number].score(now, mean_interval)
+            if score > best[1] or (score == best[1] and number < best[0]):
+                best = number, score
+        return best
+
+    def _longest_waiting(self, now: int) -> tuple[float, int] | None:
+        """Return the snapshot with the highest age / cost, as (-age / cost, number)."""
+        highest = None
+        for cost, oldest in self._oldest.items():
+            last, number = oldest.first() or (0, 0)
+            waiting = -(now - last) * (1 + TIE * last) / cost, number
+            if highest is None or waiting < highest:
+                highest = waiting
+        return highest
