@@ -157,9 +157,10 @@ class InProcess:
         }
         options = {"entry_format": "fp32", "indexer_format": "fp32"}
         args = ServerArgs(**settings, **flags, json_model_override_args=json.dumps({"dsv4_sglang": options}))
-        scheduler_module.configure_scheduler_process(args, 0, 0, 0, 0, 0, 0, None)
-        scheduler_module.publish(args, role="scheduler")
-        self.scheduler = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        ranks = scheduler_module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        scheduler_module.publish(args, role="scheduler", ranks=ranks)
+        scheduler_module.configure_scheduler_process(args, 0)
+        self.scheduler = scheduler_module.Scheduler(args, PortArgs.init_new(args))
         self.scheduler.get_init_info()
         assert self.scheduler.enable_overlap == overlap
         self.pools = self.scheduler.req_to_token_pool
@@ -192,7 +193,7 @@ class InProcess:
         self.most_running = 0
         left, turns, generated = list(orders), 0, 0
 
-        def receive() -> list[Any]:
+        def receive(local_reqs: list[Any] | None = None) -> list[Any]:
             nonlocal turns, generated
             turns += 1
             assert turns < 5000, "the requests do not end"
