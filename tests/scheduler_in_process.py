@@ -109,9 +109,9 @@ class Drafts:
         self.requests: list[Any] = []
         draft, forward = EagleDraftWorker.draft, EagleDraftWorker.draft_forward
 
-        def noted(worker: Any, batch: Any) -> Any:
+        def noted(worker: Any, batch: Any, **arguments: Any) -> Any:
             self.requests = list(batch.reqs)
-            return draft(worker, batch)
+            return draft(worker, batch, **arguments)
 
         def drafted(worker: Any, batch: Any) -> Any:
             parents, index, tokens, probabilities = forward(worker, batch)
@@ -165,7 +165,7 @@ class InProcess:
         assert self.scheduler.enable_overlap == overlap
         self.pools = self.scheduler.req_to_token_pool
         self.drafts = Drafts()
-        self.released: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+        self.released: dict[str, tuple[Any, int, dict[str, Tensor]]] = {}
         self.most_running = 0
         self.pools.free_mamba_cache = partial(self._release, self.pools.free_mamba_cache)
         for channel in (
@@ -202,7 +202,7 @@ class InProcess:
             generated = max([generated, *(len(req.output_ids) for req in scheduler.running_batch.reqs)])
             if turns > 1 and left and generated >= left[0][0]:
                 return left.pop(0)[1]
-            ended = sum(req.finished() for req, _ in self.released.values())
+            ended = sum(req.finished() for req, *_ in self.released.values())
             scheduler.gracefully_exit = ended == len(asked) and scheduler.last_batch is None and not left
             return arriving if turns == 1 else []
 
@@ -216,8 +216,8 @@ class InProcess:
 
     def _release(self, original: Callable[[Any], None], req: Any) -> None:
         """Record a request and its state before it frees its slot."""
-        state = alive(self.storage, int(req.mamba_pool_idx), req.kv_committed_len)
-        self.released[req.rid] = req, state
+        length = req.kv.kv_committed_len
+        self.released[req.rid] = req, length, alive(self.storage, int(req.kv.mamba_pool_idx), length)
         original(req)
 
     def _input(self, name: str, asked: Asked) -> TokenizedGenerateReqInput:
@@ -242,7 +242,7 @@ class InProcess:
             extra_key=asked.space,
         )
 
-    def _answer(self, req: Any, state: dict[str, Tensor]) -> Answer:
+    def _answer(self, req: Any, length: int, state: dict[str, Tensor]) -> Answer:
         count = len(req.output_ids_through_stop)
         return Answer(
             tokens=list(req.output_ids_through_stop),
@@ -251,7 +251,7 @@ class InProcess:
             verified=req.spec_verify_ct,
             retracted=req.retraction_count,
             text=[*req.origin_input_ids, *req.output_ids],
-            length=req.kv_committed_len,
+            length=length,
             state=state,
             reason=req.finished_reason.to_json(),
         )
