@@ -193,10 +193,10 @@ class InProcess:
         self.most_running = 0
         left, turns, generated = list(orders), 0, 0
 
-        def receive(local_reqs: list[Any] | None = None) -> list[Any]:
+        def receive(local_reqs: list[Any]) -> list[Any]:
             nonlocal turns, generated
             turns += 1
-            assert turns < 5000, "the requests do not end"
+            assert turns < 5000 and not local_reqs, "the requests do not end, or timed out"
             self._check()
             self.most_running = max(self.most_running, len(scheduler.running_batch.reqs))
             generated = max([generated, *(len(req.output_ids) for req in scheduler.running_batch.reqs)])
