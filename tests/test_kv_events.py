@@ -121,6 +121,7 @@ def test_a_branch_follows_its_trunk(server: Watched) -> None:
 def test_a_copy_to_the_host_is_announced_when_it_is_complete(server: Watched) -> None:
     request = server.start(PROMPT)["request"]
     server.finish(request)
+    server.cache.check_hicache_events()
     assert server.cache.ongoing_write_through, "a copy is running"
     server.mirror.apply(server.cache.take_events())
     assert len(server.mirror.blocks["GPU"]) == 5 and not server.mirror.blocks["CPU_PINNED"]
