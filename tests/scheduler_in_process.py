@@ -109,9 +109,9 @@ class Drafts:
         self.requests: list[Any] = []
         draft, forward = EagleDraftWorker.draft, EagleDraftWorker.draft_forward
 
-        def noted(worker: Any, batch: Any) -> Any:
+        def noted(worker: Any, batch: Any, **arguments: Any) -> Any:
             self.requests = list(batch.reqs)
-            return draft(worker, batch)
+            return draft(worker, batch, **arguments)
 
         def drafted(worker: Any, batch: Any) -> Any:
             parents, index, tokens, probabilities = forward(worker, batch)
@@ -157,14 +157,15 @@ class InProcess:
         }
         options = {"entry_format": "fp32", "indexer_format": "fp32"}
         args = ServerArgs(**settings, **flags, json_model_override_args=json.dumps({"dsv4_sglang": options}))
-        scheduler_module.configure_scheduler_process(args, 0, 0, 0, 0, 0, 0, None)
-        scheduler_module.publish(args, role="scheduler")
-        self.scheduler = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        ranks = scheduler_module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        scheduler_module.publish(args, role="scheduler", ranks=ranks)
+        scheduler_module.configure_scheduler_process(args, 0)
+        self.scheduler = scheduler_module.Scheduler(args, PortArgs.init_new(args))
         self.scheduler.get_init_info()
         assert self.scheduler.enable_overlap == overlap
         self.pools = self.scheduler.req_to_token_pool
         self.drafts = Drafts()
-        self.released: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+        self.released: dict[str, tuple[Any, int, dict[str, Tensor]]] = {}
         self.most_running = 0
         self.pools.free_mamba_cache = partial(self._release, self.pools.free_mamba_cache)
         for channel in (
@@ -192,7 +193,7 @@ class InProcess:
         self.most_running = 0
         left, turns, generated = list(orders), 0, 0
 
-        def receive() -> list[Any]:
+        def receive(local_reqs: list[Any] | None = None) -> list[Any]:
             nonlocal turns, generated
             turns += 1
             assert turns < 5000, "the requests do not end"
@@ -201,7 +202,7 @@ class InProcess:
             generated = max([generated, *(len(req.output_ids) for req in scheduler.running_batch.reqs)])
             if turns > 1 and left and generated >= left[0][0]:
                 return left.pop(0)[1]
-            ended = sum(req.finished() for req, _ in self.released.values())
+            ended = sum(req.finished() for req, *_ in self.released.values())
             scheduler.gracefully_exit = ended == len(asked) and scheduler.last_batch is None and not left
             return arriving if turns == 1 else []
 
@@ -215,8 +216,8 @@ class InProcess:
 
     def _release(self, original: Callable[[Any], None], req: Any) -> None:
         """Record a request and its state before it frees its slot."""
-        state = alive(self.storage, int(req.mamba_pool_idx), req.kv_committed_len)
-        self.released[req.rid] = req, state
+        length = req.kv.kv_committed_len
+        self.released[req.rid] = req, length, alive(self.storage, int(req.kv.mamba_pool_idx), length)
         original(req)
 
     def _input(self, name: str, asked: Asked) -> TokenizedGenerateReqInput:
@@ -241,7 +242,7 @@ class InProcess:
             extra_key=asked.space,
         )
 
-    def _answer(self, req: Any, state: dict[str, Tensor]) -> Answer:
+    def _answer(self, req: Any, length: int, state: dict[str, Tensor]) -> Answer:
         count = len(req.output_ids_through_stop)
         return Answer(
             tokens=list(req.output_ids_through_stop),
@@ -250,7 +251,7 @@ class InProcess:
             verified=req.spec_verify_ct,
             retracted=req.retraction_count,
             text=[*req.origin_input_ids, *req.output_ids],
-            length=req.kv_committed_len,
+            length=length,
             state=state,
             reason=req.finished_reason.to_json(),
         )

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sglang.kernels.ops.speculative import cache_locs, eagle
+from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
 from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
 from sglang.srt.models import deepseek_v4_dspark
@@ -33,9 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_process")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
     where = f"file://{tmp_path_factory.mktemp('found')}/found"
     parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
-    runtime_context.publish(
-        ServerArgs(model_path="dummy", device="cpu", disable_shared_experts_fusion=True), role="test"
-    )
+    args = ServerArgs(model_path="dummy", device="cpu", disable_shared_experts_fusion=True)
+    runtime_context.publish(args, role="test", ranks=runtime_context.SpawnRanks(world_rank=0, gpu_id=0))
     parallel_state.initialize_model_parallel(backend="gloo")
 
 
@@ -97,7 +96,7 @@ def chain(batch: SimpleNamespace, build: Callable[..., None]) -> list[Tensor]:
 @given(batches())
 @settings(max_examples=20)
 def test_chains(batch: SimpleNamespace) -> None:
-    wanted = chain(batch, eagle_utils.sgl_build_tree_kernel_triton)
+    wanted = chain(batch, spec_tree.sgl_build_tree_kernel_triton)
     for got, expected in zip(chain(batch, sgl_kernel.build_tree_kernel_efficient_cpu), wanted, strict=True):
         assert torch.equal(got, expected)
 
@@ -130,7 +129,7 @@ def test_verification(batch: SimpleNamespace, data: st.DataObject) -> None:
     links = data.draw(trees(batch))
     width = data.draw(st.integers(1, d))
     results = []
-    for verify in (eagle_utils.verify_tree_greedy_triton, sgl_kernel.verify_tree_greedy_cpu):
+    for verify in (spec_tree.verify_tree_greedy_triton, sgl_kernel.verify_tree_greedy_cpu):
         made = [torch.zeros(n * d).int(), torch.full((n, width), -1).int(), torch.full((n,), -1).int()]
         verify(*made, candidates, *links, target)
         results.append(made)
