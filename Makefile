@@ -45,7 +45,7 @@ format: $(STAMP)
 test test-rest: export MALLOC_TRIM_THRESHOLD_ = 1073741824
 test test-rest: export MALLOC_MMAP_THRESHOLD_ = 1073741824
 # Two processes. A file is not split, because its tests share servers.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test: lint
 	$(PYTEST) -m "not full" $(ARGS)

@@ -116,3 +116,14 @@ def test_a_branch_follows_its_trunk(server: Watched) -> None:
     assert blocks[0][1] == trunk[1][0] and [tokens for *_, tokens in blocks] == [[77] * BLOCK] * len(blocks)
     assert len(blocks) in (2, 3), "up to the last snapshot"
     assert server.mirror.found(branch) == (2 + len(blocks)) * BLOCK
+
+
+def test_a_copy_to_the_host_is_announced_when_it_is_complete(server: Watched) -> None:
+    request = server.start(PROMPT)["request"]
+    server.finish(request)
+    server.cache.check_hicache_events()
+    assert server.cache.ongoing_write_through, "a copy is running"
+    server.mirror.apply(server.cache.take_events())
+    assert len(server.mirror.blocks["GPU"]) == 5 and not server.mirror.blocks["CPU_PINNED"]
+    server.events()
+    assert len(server.mirror.blocks["CPU_PINNED"]) == 5

@@ -60,6 +60,10 @@ def register() -> None:
     import recorded_drafts
     import recorded_prefills
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
+
+    # A server on a CPU sleeps in tests: it does everything but release memory, which it has not.
+    _TorchMemorySaverAdapterNoop.enabled = True
 
     hooks = dict(faulty_cache.HOOKS)
     if (folder() / "drafts").exists():
