@@ -91,14 +91,17 @@ def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> Non
     which request that is, so there are several attempts."""
     each = ((1, 24, 0.4), (126, 20, 1.0), (300, 16, 1.0))
     retracted, every = 0, set()
-    for attempt in range(4):
+    for attempt in range(16):
         space = f"retracted {attempt}"
         asked = [replace(texts[length], count=count, right=right, space=space) for length, count, right in each]
         answers, cut = server.do(retracting, asked)
         judge.hold_all(asked, answers)
         retracted += sum(answer.retracted for answer in answers)
         every |= set(cut)
-    assert retracted >= 4 and 4 in every, every
+        if retracted >= 4 and 4 in every:
+            break
+    else:
+        pytest.fail(f"{retracted} retractions, which cut {every} accepted tokens")
 
 
 def aborting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
