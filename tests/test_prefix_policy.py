@@ -155,7 +155,7 @@ def test_ghosts_are_counted_once_and_forgotten_oldest_first() -> None:
         registry.tick()
         registry.tick()
         registry.remove(1, path_hash)
-        if path_hash == 2:  # 1 comes again, and is now younger than 2
+        if path_hash == 2:  # 1 is evicted again and becomes younger than 2
             registry.add(1, BLOCK, 0)
             registry.remove(1, 1)
     now = registry.now

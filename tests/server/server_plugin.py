@@ -62,7 +62,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
 
-    # A server on a CPU sleeps in tests: it does everything but release memory, which it has not.
+    # SGLang's adapter on a CPU releases no memory. The tests run everything else of sleep and wake-up.
     _TorchMemorySaverAdapterNoop.enabled = True
 
     hooks = dict(faulty_cache.HOOKS)

@@ -214,7 +214,7 @@ def _state_of(page: re.Match[str] | None, used: bool) -> str:
 
 @dataclass
 class Cleaning:
-    """What became of the files of a folder.
+    """Result of cleaning a folder.
 
     Attributes:
         removed: files that were removed.

@@ -54,7 +54,7 @@ class Ranking:
 
 
 class Entry(NamedTuple):
-    """What the score of a snapshot depends on, besides the time and the mean interval.
+    """Inputs of the eviction score of a snapshot, besides the time and the mean interval.
 
     Attributes:
         last: time when the snapshot was taken or last resumed from.
