@@ -46,9 +46,9 @@ from dsv4_sglang.srt.host_cache.page_names import WEIGHT_FLAGS
 from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host_cache.transfers import HostStack, TransferController
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import CacheKVPool
+from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
+from dsv4_sglang.srt.sglang import compat
 
 LAYERS = 4
 WITH_BLOCKS = (0, 2, 3)

@@ -14,13 +14,14 @@ import pytest
 
 import dsv4_sglang
 from dsv4_sglang.cli import doctor
-from dsv4_sglang.srt.integration import activate, compat, sglang_contract
-from dsv4_sglang.srt.integration.hooks import hooks_of
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ServerContext
-from dsv4_sglang.srt.integration.sglang_contract import Hook
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
+from dsv4_sglang.srt.plugin import activate, sglang_contract
+from dsv4_sglang.srt.plugin.hooks import hooks_of
+from dsv4_sglang.srt.plugin.server_context import ServerContext
+from dsv4_sglang.srt.plugin.sglang_contract import Hook
 from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
+from dsv4_sglang.srt.sglang import compat
 
 PACKAGE = Path(dsv4_sglang.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
@@ -83,7 +84,7 @@ def test_private_names_of_sglang_are_in_compat_only() -> None:
     sources = {
         name: text
         for name, text in files.items()
-        if name != "srt/integration/compat.py" and (name.startswith("srt/") or re.search(r"\bsglang\.", text))
+        if name != "srt/sglang/compat.py" and (name.startswith("srt/") or re.search(r"\bsglang\.", text))
     }
     assert foreign_private_names(sources) == set()
     for line in (

@@ -13,17 +13,19 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default
 from sglang.srt.server_args import ServerArgs
 
 from dsv4_sglang.srt.attention import prefill_graphs
-from dsv4_sglang.srt.integration import compat, flag_validation, launch_command, sglang_contract
-from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
-from dsv4_sglang.srt.integration.flag_validation import (
+from dsv4_sglang.srt.launch.command import CONFIG_FLAG, CPU_FLAGS, OPT_IN_FLAG
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
+from dsv4_sglang.srt.plugin import flag_validation, sglang_contract
+from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS
+from dsv4_sglang.srt.plugin.flag_validation import (
     flag,
     reject_for_machine,
     reject_given,
     reject_resolved,
 )
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ServerContext
+from dsv4_sglang.srt.plugin.server_context import ServerContext
+from dsv4_sglang.srt.sglang import compat
 from dsv4_sglang.testing import tiny
 
 DEFAULTS = compat.flag_defaults()
@@ -429,7 +431,7 @@ def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None
 def test_no_flag_of_sglang_is_taken_for_an_abbreviation(parser: ArgumentParser) -> None:
     """This package reads some flags without SGLang's parser."""
     options = [option for action in parser._actions for option in action.option_strings]
-    read = [launch_command.OPT_IN_FLAG, launch_command.CONFIG_FLAG, *launch_command.CPU_FLAGS]
+    read = [OPT_IN_FLAG, CONFIG_FLAG, *CPU_FLAGS]
     read += ["--host", "--port", "--api-key", "--ssl-certfile", "--ssl-ca-certs"]
     for name in read:
         assert [option for option in options if option.startswith("--") and name.startswith(option)] == [name]

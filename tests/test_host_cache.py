@@ -23,11 +23,10 @@ from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import FileStorage
 from dsv4_sglang.srt.host_cache.transfers import TransferController
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.memory import copy_timer
 from dsv4_sglang.srt.memory.pools import CacheKVPool
-from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache import copy_timer, snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.sglang import compat
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 

@@ -26,9 +26,9 @@ from dsv4_sglang.cache.append import LayerTables
 from dsv4_sglang.cache.schema import build_schema
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerOutput
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.models import layers
 from dsv4_sglang.srt.models.layers import CachedAttention, CompressorWeights, IndexerWeights
+from dsv4_sglang.srt.sglang import compat
 from dsv4_sglang.testing.tiny import TinySpec, config_json
 
 CONFIG = SimpleNamespace(

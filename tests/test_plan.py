@@ -31,10 +31,10 @@ from dsv4_sglang.planner.plan import attempt, plan
 from dsv4_sglang.planner.recommend import GOALS, neighbours, recommend
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes
 from dsv4_sglang.planner.weights import DraftWeights, count_weights
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.options import Options, from_override_args
+from dsv4_sglang.srt.launch.options import Options, from_override_args
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import GIB
+from dsv4_sglang.srt.sglang import compat
 from dsv4_sglang.testing import tiny
 
 
@@ -67,7 +67,7 @@ def prepared() -> Iterator[None]:
     """
     importlib.import_module("sglang.srt.models.deepseek_v4")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ask_sglang, "prepare_this_process", lambda: None)
+        patch.setattr(ask_sglang, "import_sglang", lambda: None)
         yield
 
 

@@ -23,7 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils
 from torch import Tensor
 
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")

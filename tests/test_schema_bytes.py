@@ -8,7 +8,7 @@ import torch
 from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, StateStorage, build_schema, compute_block_budget
 from dsv4_sglang.formats import KVFormat, make_kv_buffers
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.standalone import KVCacheManager
 

@@ -25,10 +25,10 @@ from dsv4_sglang.planner.gpus import GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import plan
 from dsv4_sglang.planner.reserves import token_table_bytes
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ServerContext
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, table
+from dsv4_sglang.srt.plugin.server_context import ServerContext
+from dsv4_sglang.srt.sglang import compat
 
 # GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape.
 MEMORY = 78.82

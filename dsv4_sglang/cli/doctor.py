@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import typer
 
 from dsv4_sglang.requirements import MODULES, MODULES_OF_SGLANG, advice, missing
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.launch.command import has_gpu, prepare_this_process
 
 State = Literal["ok", "note", "fail"]
 COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
@@ -73,7 +73,7 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 
 
 def sglang_version(gpu: bool) -> Iterator[Finding]:
-    from dsv4_sglang.srt.integration import compat
+    from dsv4_sglang.srt.sglang import compat
 
     found = compat.sglang_version()
     if compat.is_supported():
@@ -155,10 +155,11 @@ def plugin(gpu: bool) -> Iterator[Finding]:
 def sglang_contract(gpu: bool) -> Iterator[Finding]:
     """Check what this package uses of SGLang: the functions that it replaces with their parameters, the flags that it
     reads, its subclasses, and the private methods that they override."""
-    from dsv4_sglang.srt.integration import compat, sglang_contract
-    from dsv4_sglang.srt.integration.hooks import hooks_of
-    from dsv4_sglang.srt.integration.options import Options
-    from dsv4_sglang.srt.integration.server_context import ServerContext
+    from dsv4_sglang.srt.launch.options import Options
+    from dsv4_sglang.srt.plugin import sglang_contract
+    from dsv4_sglang.srt.plugin.hooks import hooks_of
+    from dsv4_sglang.srt.plugin.server_context import ServerContext
+    from dsv4_sglang.srt.sglang import compat
 
     hooks, flags = hooks_of(ServerContext(Options()), on_cpu=not gpu), len(compat.flag_defaults())
     for what, different, right in (
@@ -231,8 +232,8 @@ def doctor() -> None:
     if absent:
         gpu, checks = shutil.which("nvidia-smi") is not None, (python_and_packages,)
     else:
-        gpu = launch_command.has_gpu()
-        launch_command.prepare_this_process(cpu=not gpu)
+        gpu = has_gpu()
+        prepare_this_process(cpu=not gpu)
     console, findings = Console(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang warns about missing hardware

@@ -15,17 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dsv4_sglang.srt.integration import compat, launch_command
+from dsv4_sglang.srt.launch.command import prepare_this_process
 from dsv4_sglang.srt.memory.sizing import GIB
+from dsv4_sglang.srt.sglang import compat
 
 # Exceptions by which SGLang rejects flags.
 REJECTIONS = (ValueError, AssertionError, RuntimeError)
 
 
-def prepare_this_process() -> None:
+def import_sglang() -> None:
     """Import SGLang in a process that only plans: no visible GPU, no logging."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    launch_command.prepare_this_process(cpu=True)
+    prepare_this_process(cpu=True)
     warnings.filterwarnings("ignore", module="sglang")
     # SGLang and its dependencies print warnings about what a machine without a GPU lacks.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

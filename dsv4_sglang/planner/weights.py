@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dsv4_sglang.planner.ask_sglang import resolved_flags
 from dsv4_sglang.planner.models import Format, Model
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 # Experts are split along their columns in whole tiles of this width, each with one scale.
 FP8_TILE = 128

@@ -12,7 +12,7 @@ from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.model.v41 import MODEL_TYPES, V41Config, v41_schedule
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import CompressedKVPool

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 PHASE, BACKEND = "prefill", "breakable"
 # Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of

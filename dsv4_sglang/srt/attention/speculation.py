@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 # Key of the reports in the internal state of a DP-attention rank, as GET /server_info returns it.
 KEY = "dsv4_sglang_integrity"

@@ -18,9 +18,9 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
 from sglang.srt.platforms import current_platform
 
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.control_requests import FatalError
+from dsv4_sglang.srt.features.control_requests import FatalError
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
+from dsv4_sglang.srt.sglang import compat
 
 log = logging.getLogger(__name__)
 

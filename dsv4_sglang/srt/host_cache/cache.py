@@ -14,10 +14,11 @@ from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase, Co
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.component import SELECTIVE, WRITE_BACK, HostSnapshotComponent
-from dsv4_sglang.srt.integration import compat, metrics
+from dsv4_sglang.srt.prefix_cache import metrics
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import BlockComponent, component_of
 from dsv4_sglang.srt.prefix_cache.policy import MARGIN
+from dsv4_sglang.srt.sglang import compat
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

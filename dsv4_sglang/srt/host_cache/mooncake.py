@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 
 from dsv4_sglang.srt.host_cache.checksummed import ChecksummedEntries
 from dsv4_sglang.srt.host_cache.storage import WRONG_CHECKSUM
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 log = logging.getLogger(__name__)
 

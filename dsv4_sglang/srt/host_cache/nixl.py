@@ -23,8 +23,8 @@ from dsv4_sglang.srt.host_cache.storage import (
     remove_page,
 )
 from dsv4_sglang.srt.host_cache.used_folder import UsedFolder
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.sglang import compat
 
 
 class NixlStorage(ChecksummedEntries, HiCacheNixl):

@@ -31,7 +31,7 @@ from dsv4_sglang.srt.host_cache.folder import (
 )
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, checksum, verify_checksum
 from dsv4_sglang.srt.host_cache.used_folder import UsedFolder
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 log = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import StorageFull
 from dsv4_sglang.srt.host_cache.used_folder import describe_weights
 from dsv4_sglang.srt.host_cache.watch import LoadWatch
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.launch_error import LaunchError, ending_with_the_reason
-from dsv4_sglang.srt.integration.options import model_overrides
-from dsv4_sglang.srt.memory.copy_timer import CopyTimer
+from dsv4_sglang.srt.launch.error import LaunchError, ending_with_the_reason
+from dsv4_sglang.srt.launch.options import model_overrides
 from dsv4_sglang.srt.memory.pools import CacheKVPool
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
+from dsv4_sglang.srt.sglang import compat
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.sglang import compat
 
 # Of each buffer of a transfer: addresses, lengths in bytes, and bytes per item.
 BufferInfos = tuple[list[int], list[int], list[int]]

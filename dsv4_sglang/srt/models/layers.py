@@ -33,7 +33,7 @@ from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.srt.attention.backend import IndexQuery, LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:

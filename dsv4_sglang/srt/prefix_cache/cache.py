@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
+from dsv4_sglang.srt.sglang import compat
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -14,12 +14,13 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat, metrics
-from dsv4_sglang.srt.integration.metrics import CacheMetrics
+from dsv4_sglang.srt.prefix_cache import metrics
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
+from dsv4_sglang.srt.prefix_cache.metrics import CacheMetrics
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.sglang import compat
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

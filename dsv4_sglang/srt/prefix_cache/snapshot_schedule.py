@@ -17,9 +17,9 @@ from sglang.srt.runtime_context import get_spec
 from torch.nn.utils.rnn import pad_sequence
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.sglang import compat
 
 # Attributes of a batch: the planned snapshots of its requests, as lists and as a tensor.
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"

@@ -13,14 +13,14 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.attention import prefill_graphs
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_validation import reject_for_machine, reject_given, reject_resolved
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.startup_check import check_started
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.configurator import BlockConfigurator
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, demand_of, memory_after_slots, table
+from dsv4_sglang.srt.plugin.flag_validation import reject_for_machine, reject_given, reject_resolved
+from dsv4_sglang.srt.plugin.startup_check import check_started
+from dsv4_sglang.srt.sglang import compat
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import CacheKVPool

@@ -12,12 +12,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
-from dsv4_sglang.srt.integration import compat, sglang_contract
-from dsv4_sglang.srt.integration.hooks import hooks_of
-from dsv4_sglang.srt.integration.launch_command import config_of
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ARCHITECTURE, BACKEND, PREFIX_CACHE, ServerContext
+from dsv4_sglang.srt.launch.command import config_of
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
+from dsv4_sglang.srt.plugin import sglang_contract
+from dsv4_sglang.srt.plugin.hooks import hooks_of
+from dsv4_sglang.srt.plugin.server_context import ARCHITECTURE, BACKEND, PREFIX_CACHE, ServerContext
+from dsv4_sglang.srt.sglang import compat
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def _register_caches(options: Options, server_args: Any) -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
-    from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
+    from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 
     register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
     register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=options.snapshot_interval))

@@ -1,7 +1,7 @@
 """Table of all functions of SGLang that this package changes, with the reasons.
 
-Nothing is applied without the opt-in, for which three hooks of `plugin` check. A server does not start if a target does
-not exist or has parameters that differ from those of the hook.
+Nothing is applied without the opt-in, for which three hooks of `entry_point` check. A server does not start if a target
+does not exist or has parameters that differ from those of the hook.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsv4_sglang.srt.attention import prefill_graphs, speculation
+from dsv4_sglang.srt.attention import collectives, prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
-from dsv4_sglang.srt.features import collectives, disaggregation, integrity, sleep
-from dsv4_sglang.srt.integration import (
-    compat,
-    control_requests,
-    request_validation,
-    start_progress,
-    tokenizer_workers,
-)
-from dsv4_sglang.srt.integration.server_context import BACKEND, ServerContext
-from dsv4_sglang.srt.integration.sglang_contract import Hook
-from dsv4_sglang.srt.integration.startup_check import build_or_reject
+from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, sleep
+from dsv4_sglang.srt.plugin import request_validation, start_progress, tokenizer_workers
+from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
+from dsv4_sglang.srt.plugin.sglang_contract import Hook
+from dsv4_sglang.srt.plugin.startup_check import build_or_reject
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.sglang import compat
 
 SRT = "sglang.srt."
 _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."

@@ -17,11 +17,11 @@ from sglang.srt.environ import envs
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, on_grid
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
+from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, on_grid
+from dsv4_sglang.srt.sglang import compat
 
 # CUDA graphs of a phase: the only kind that is served, and the reason.
 GRAPHS = (

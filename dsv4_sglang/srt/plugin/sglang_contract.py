@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_table import LIMITS
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.plugin.flag_table import LIMITS
+from dsv4_sglang.srt.sglang import compat
 
 # Fields of SGLang's ServerArgs that this package reads, in addition to those of `flag_table.LIMITS`.
 FLAGS_READ = (

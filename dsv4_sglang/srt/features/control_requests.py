@@ -18,7 +18,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.communicator import FanOutCommunicator
 
 from dsv4_sglang.srt.features.integrity import requests_of
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang import compat
 
 log = logging.getLogger(__name__)
 

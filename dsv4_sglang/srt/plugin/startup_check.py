@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
-from dsv4_sglang.srt.integration import compat, sglang_contract, start_progress
-from dsv4_sglang.srt.integration.launch_error import ending_with_the_reason
+from dsv4_sglang.srt.launch.error import ending_with_the_reason
+from dsv4_sglang.srt.plugin import sglang_contract, start_progress
+from dsv4_sglang.srt.sglang import compat
 
 
 @ending_with_the_reason()

@@ -20,7 +20,7 @@ import msgspec
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.model.v41 import V41Config
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 # The supported release. Another one starts with a warning if `sglang_contract` finds no difference, and is rejected
 # otherwise.
