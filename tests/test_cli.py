@@ -29,7 +29,7 @@ from dsv4_sglang.cli import app, client, conversation, demo, doctor
 from dsv4_sglang.cli.server import running, stop, wait_ready
 from dsv4_sglang.srt.launch import flag_names
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, cpu_environment, server_command
-from dsv4_sglang.srt.sglang import compat
+from dsv4_sglang.srt.sglang import targets
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
@@ -659,16 +659,14 @@ try:
     runpy.run_module("dsv4_sglang", run_name="__main__")
 except SystemExit as end:
     print("exit code", end.code, flush=True)
-from dsv4_sglang.srt.sglang import compat
-from dsv4_sglang.srt.plugin import sglang_contract
-from dsv4_sglang.srt.plugin import hooks
+from dsv4_sglang.srt.plugin import hooks, overrides, sglang_contract
 whole = hooks.hooks_of
 def broken(*arguments, **named):
     first, second, *rest = whole(*arguments, **named)
     return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
 hooks.hooks_of = broken
 sglang_contract.FLAGS_READ += ("renamed_flag",)
-compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
+overrides.OVERRIDES += (overrides.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
 for finding in doctor.sglang_contract(has_gpu()):
     print(finding.state, finding.what, finding.found)
@@ -685,7 +683,7 @@ def test_doctor_passes_here_and_sees_what_is_missing() -> None:
         assert checked in whole
     for line in (
         "fail hook sglang.srt.gone.Thing does not exist",
-        f"{compat.FLAGS_RESOLVED} takes (server_args",
+        f"{targets.FLAGS_RESOLVED} takes (server_args",
         "fail flag ServerArgs.renamed_flag, which this cache reads, does not exist",
         "fail override sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer._gone does not exist",
     ):

@@ -25,10 +25,11 @@ from dsv4_sglang.srt.plugin.flag_validation import (
     reject_resolved,
 )
 from dsv4_sglang.srt.plugin.server_context import ServerContext
-from dsv4_sglang.srt.sglang import compat
+from dsv4_sglang.srt.sglang.flags import current_flags, flag_defaults
+from dsv4_sglang.srt.sglang.models import config_class
 from dsv4_sglang.testing import tiny
 
-DEFAULTS = compat.flag_defaults()
+DEFAULTS = flag_defaults()
 # The denied fields that this release of SGLang has.
 REJECTED = {field: group for group in DENIED for field in group.fields.split() if field in DEFAULTS}
 # Rejected values and accepted values of each limited flag.
@@ -122,7 +123,7 @@ def test_a_flag_is_judged_once() -> None:
 
 def test_flags_that_are_read_are_in_the_contract() -> None:
     """The flags are found by the names of ServerArgs variables in this package."""
-    names = re.compile(r"\b(?:server_args|compat\.flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
+    names = re.compile(r"\b(?:server_args|current_flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
     sources = [path.read_text() for path in Path(sglang_contract.__file__).parents[1].rglob("*.py")]
     read = {name for source in sources for name in names.findall(source)} & DEFAULTS.keys()
     assert read and read <= {*sglang_contract.FLAGS_READ, *(limit.field for limit in LIMITS)}
@@ -256,7 +257,7 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
     args = arguments(cuda_graph_config=asked, **given)
     args._cuda_graph_config_locked = set()
     prefill_graphs.switch_on(args)
-    found = compat.flags(args).cuda_graph_config.prefill
+    found = current_flags(args).cuda_graph_config.prefill
     assert found.backend == backend
     if backend == "breakable":
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
@@ -341,7 +342,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, s
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         ServerContext(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
-    wider = compat.config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
+    wider = config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
     wider.context_len = 1024
     with pytest.raises(LaunchError, match=r"config\.json of dummy: config field 'sliding_window' is 256; this cache "):
         ServerContext(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)

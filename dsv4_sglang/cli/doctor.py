@@ -73,13 +73,13 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 
 
 def sglang_version(gpu: bool) -> Iterator[Finding]:
-    from dsv4_sglang.srt.sglang import compat
+    from dsv4_sglang.srt.sglang import release
 
-    found = compat.sglang_version()
-    if compat.is_supported():
+    found = release.sglang_version()
+    if release.is_supported():
         yield Finding("sglang", f"{found}, the supported release")
     else:
-        yield Finding("sglang", f"{found}, not tested; supported: {compat.RELEASE}", "note")
+        yield Finding("sglang", f"{found}, not tested; supported: {release.RELEASE}", "note")
 
 
 def device(gpu: bool) -> Iterator[Finding]:
@@ -158,10 +158,11 @@ def sglang_contract(gpu: bool) -> Iterator[Finding]:
     from dsv4_sglang.srt.launch.options import Options
     from dsv4_sglang.srt.plugin import sglang_contract
     from dsv4_sglang.srt.plugin.hooks import hooks_of
+    from dsv4_sglang.srt.plugin.overrides import OVERRIDES
     from dsv4_sglang.srt.plugin.server_context import ServerContext
-    from dsv4_sglang.srt.sglang import compat
+    from dsv4_sglang.srt.sglang.flags import flag_defaults
 
-    hooks, flags = hooks_of(ServerContext(Options()), on_cpu=not gpu), len(compat.flag_defaults())
+    hooks, flags = hooks_of(ServerContext(Options()), on_cpu=not gpu), len(flag_defaults())
     for what, different, right in (
         (
             "hook",
@@ -169,7 +170,7 @@ def sglang_contract(gpu: bool) -> Iterator[Finding]:
             f"all {len(hooks)} targets exist with the expected parameters",
         ),
         ("flag", sglang_contract.flag_differences(), f"all flags that are read exist, among {flags} of SGLang"),
-        ("override", sglang_contract.override_differences(), f"all {len(compat.OVERRIDES)} methods are as expected"),
+        ("override", sglang_contract.override_differences(OVERRIDES), f"all {len(OVERRIDES)} methods are as expected"),
     ):
         yield from (Finding(what, line, "fail") for line in different)
         if not different:

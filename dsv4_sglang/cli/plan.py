@@ -133,9 +133,9 @@ def _title(choice: Choice) -> str:
 
 
 def _in_tree(made: Plan) -> str:
-    from dsv4_sglang.srt.sglang import compat
+    from dsv4_sglang.srt.sglang import release
 
-    name = f"SGLang {compat.sglang_version()}'s own cache with the same flags"
+    name = f"SGLang {release.sglang_version()}'s own cache with the same flags"
     if made.in_tree_tokens is None:
         return f"{name}: SGLang rejects them"
     return f"{name}: {made.in_tree_tokens:,} tokens; here {made.total_tokens / made.in_tree_tokens:.2f} times as many"

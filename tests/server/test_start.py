@@ -31,8 +31,8 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sglang")]
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
-from dsv4_sglang.srt.sglang import compat
-flags = compat.resolve_flags(arguments)
+from dsv4_sglang.srt.sglang.flags import resolve_flags
+flags = resolve_flags(arguments)
 looking = {
     "server_args.ServerArgs.add_cli_args",
     "server_args.ServerArgs.from_cli_args",
@@ -54,8 +54,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 from sglang.srt.server_args import ServerArgs
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
-from dsv4_sglang.srt.sglang import compat
-resolved = compat.resolve_flags(arguments)
+from dsv4_sglang.srt.sglang.flags import resolve_flags, set_flags
+resolved = resolve_flags(arguments)
 from dsv4_sglang.srt.plugin.server_context import ServerContext
 from dsv4_sglang.srt.plugin.hooks import hooks_of
 from dsv4_sglang.srt.launch.options import Options
@@ -72,10 +72,10 @@ assert os.environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 from dsv4_sglang.srt.launch.error import LaunchError
 from sglang.srt.arg_groups import cuda_graph_hook
 late = cuda_graph_hook.finalize_cuda_graph_prefill_max_context
-cuda_graph_hook.finalize_cuda_graph_prefill_max_context = lambda given: compat.set_flags(given, enable_eplb=True)
+cuda_graph_hook.finalize_cuda_graph_prefill_max_context = lambda given: set_flags(given, enable_eplb=True)
 try:
     given = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
-    compat.resolve_flags(given)
+    resolve_flags(given)
     given.check_server_args()
 except LaunchError as error:
     assert "--enable-eplb is not supported: " in str(error), error
@@ -83,7 +83,7 @@ else:
     raise AssertionError("a flag that SGLang resolves late was served")
 cuda_graph_hook.finalize_cuda_graph_prefill_max_context = late
 ModelConfig.from_server_args(arguments)
-compat.set_flags(arguments, enable_lora=True)
+set_flags(arguments, enable_lora=True)
 try:
     ModelConfig.from_server_args(arguments)
 except ValueError as error:

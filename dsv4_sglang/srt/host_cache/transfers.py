@@ -29,7 +29,7 @@ from dsv4_sglang.srt.launch.error import LaunchError, ending_with_the_reason
 from dsv4_sglang.srt.launch.options import model_overrides
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
-from dsv4_sglang.srt.sglang import compat
+from dsv4_sglang.srt.sglang.flags import current_flags
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class HostStack(StackStrategy):
                 device_blocks.layout,
                 (blocks.row_bytes, snapshots.row_bytes),
                 overrides=model_overrides(server_args.json_model_override_args),
-                **weight_facts(compat.flags(server_args)),
+                **weight_facts(current_flags(server_args)),
             )
             weights = Path(server_args.model_path).absolute()
             describe_weights(model_name, f"{weights}, random" if draws_weights(server_args) else str(weights))

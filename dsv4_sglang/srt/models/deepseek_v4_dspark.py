@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.srt.models.layers import CachedAttention, DecoderLayer
-from dsv4_sglang.srt.sglang.compat import replaced
+from dsv4_sglang.srt.sglang.models import replaced
 
 
 class Stage(in_tree.DSparkV4Stage, DecoderLayer):

@@ -116,7 +116,7 @@ class OptIn:
 
     def _install(self, options: Options, server_args: Any) -> None:
         if self.context is None:
-            from dsv4_sglang.srt.sglang.compat import rejecting_other_releases
+            from dsv4_sglang.srt.sglang.release import rejecting_other_releases
 
             with rejecting_other_releases():
                 from dsv4_sglang.srt.plugin.activate import activate
