@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from sglang.srt.server_args import ServerArgs
 
+from dsv4_sglang.srt import launch
 from dsv4_sglang.srt.launch.checkpoint_check import INDEX, check_checkpoint
 from dsv4_sglang.srt.launch.command import (
     CPU_FLAGS,
@@ -325,3 +327,10 @@ def test_a_server_started_with_sglangs_command_is_checked_too(
         args = parser.parse_args(["--model-path", str(folder), OPT_IN_FLAG, overrides])
         with pytest.raises(LaunchError, match=f"{SECOND} has 100000 bytes") if rejected else nullcontext():
             entry_point.before_command_line(object, args)
+
+
+def test_launch_needs_neither_torch_nor_sglang() -> None:
+    modules = [f"dsv4_sglang.srt.launch.{file.stem}" for file in Path(launch.__path__[0]).glob("[!_]*.py")]
+    code = f"import sys, {', '.join(modules)}; print(*{{'torch', 'sglang'}}.intersection(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert len(modules) > 4 and done.stdout == "\n"
