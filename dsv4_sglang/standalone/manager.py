@@ -224,4 +224,5 @@ class KVCacheManager:
 
     def memory_bytes(self) -> int:
         """Return the bytes of all pools, without block tables, positions and lengths."""
-        return sum(pool.memory_bytes() for pool in (*self.state_pools, *self._paged))
+        state = sum(pool.memory_bytes() for pool in self.state_pools)
+        return state + sum(pool.memory_bytes() for pool in self._paged)
