@@ -1,7 +1,5 @@
 """`append_swa`, which writes KV entries into the window rings, and the ops that copy blocks and state."""
 
-import contextlib
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,39 +75,7 @@ def test_the_order_of_tokens_does_not_matter(order, positions):
     assert all(torch.equal(one_views[k].view(torch.uint8), two_views[k].view(torch.uint8)) for k in one_views)
 
 
-# update_rows, swap_blocks
-
-
-def test_update_rows_writes_the_valid_slices_only():
-    pool, new = torch.zeros(20, 3), torch.randn(10, 3)
-    slices = torch.tensor([[15, 2, 99], [0, 4, 99], [3, 5, 99]])
-    torch.ops.dsv4_sglang.update_rows(pool, new, slices, torch.tensor([2], dtype=torch.int32))
-    assert torch.equal(pool[15:18], new[:3]) and torch.equal(pool[2:7], new[4:9])
-    assert not pool[:2].any() and not pool[7:15].any() and not pool[18:].any()
-
-
-@given(st.lists(st.tuples(st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 4)), max_size=6))
-def test_update_rows_rejects_the_first_bad_slice(slices):
-    """The result equals a comparison of every pair of slices, which is the kernel's method."""
-    pool, rejected = torch.zeros(8, 1), torch.tensor([7], dtype=torch.int32)
-    fits = [min(d, s, n) >= 0 and d + n <= 8 and s + n <= 5 for d, s, n in slices]
-
-    def overlaps(i):
-        d, _, n = slices[i]
-        others = [slices[k] for k in range(len(slices)) if k != i and fits[k]]
-        return any(d < other + length and other < d + n for other, _, length in others)
-
-    bad = [i for i in range(len(slices)) if not fits[i] or overlaps(i)]
-    table = torch.tensor(slices, dtype=torch.int64).reshape(-1, 3).T
-    count = torch.tensor([len(slices)], dtype=torch.int32)
-    reason = "overlaps" if bad and fits[bad[0]] else "leaves"
-    for more in ((), (rejected,)):
-        with (
-            pytest.raises(ValueError, match=f"slice {bad[0]} .*{reason}.*nothing") if bad else contextlib.nullcontext()
-        ):
-            torch.ops.dsv4_sglang.update_rows(pool, torch.ones(5, 1), table, count, *more)
-    assert rejected.tolist() == [min(bad, default=-1)]
-    assert pool.sum() == (0 if bad else sum(n for *_, n in slices))
+# copy_state, swap_blocks
 
 
 def test_copy_state_rejects_a_slot_that_a_tensor_has_not_and_writes_nothing():
