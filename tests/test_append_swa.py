@@ -62,6 +62,15 @@ def test_only_the_last_128_of_a_request_stay_and_padding_is_skipped():
     assert sorted(views["swa_pos"][1].tolist()) == list(range(172, 300))
 
 
+@pytest.mark.parametrize(("rope_dim", "columns"), [(32, 480), (64, 448), (32, 512)])
+def test_dims_that_do_not_fit_the_rings(rope_dim, columns):
+    table, views = make_ring()
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"rope_dim {rope_dim} and rows of {columns} do not fit rings of 448 FP8 and 64"):
+        torch.ops.dsv4_sglang.append_swa(torch.ones(1, columns).bfloat16(), one, one, *views.values(), rope_dim)
+    assert not table.any() and views["swa_head"].tolist() == [0] * SLOTS
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(list(range(12))), st.lists(st.integers(0, 300), min_size=12, max_size=12, unique=True))
 def test_the_order_of_tokens_does_not_matter(order, positions):

@@ -99,17 +99,17 @@ class IndexerView:
 class LayerCacheHandle:
     """Writes and reads of one layer for the tokens of one step. Constructing it allocates nothing on the device.
 
-    Attributes:
-        layer_idx: id of the layer.
-        state: window rings and compressor states of the layer.
-        paged: entries and index keys of the layer, None in an SWA layer.
-        step: the tokens.
-
     In a prefill step (not `Step.is_decode`) `append` allocates a workspace of window entries, which `read_swa_view`
     returns: later tokens of the chunk overwrite ring entries that its earlier tokens still see (SPEC 6.4).
 
     All methods of a decode step can be captured into a CUDA graph and replayed at other positions. Sizes follow from
     shapes; positions, slots and blocks are read on the device at every replay. See `Step`.
+
+    Attributes:
+        layer_idx: id of the layer.
+        state: window rings and compressor states of the layer.
+        paged: entries and index keys of the layer, None in an SWA layer.
+        step: the tokens.
     """
 
     def __init__(self, layer_idx: int, state: StateCachePool, paged: PagedKVPool | None, step: Step) -> None:
