@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4_sglang.ops  # noqa: F401
+from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.formats.kv_entries import fp8_views
 
@@ -66,7 +67,9 @@ def test_only_the_last_128_of_a_request_stay_and_padding_is_skipped():
 def test_dims_that_do_not_fit_the_rings(rope_dim, columns):
     table, views = make_ring()
     one = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=f"rope_dim {rope_dim} and rows of {columns} do not fit rings of 448 FP8 and 64"):
+    with pytest.raises(
+        ValueError, match=f"rope_dim {rope_dim} and rows of {columns} do not fit rings of 448 FP8 and 64"
+    ):
         torch.ops.dsv4_sglang.append_swa(torch.ones(1, columns).bfloat16(), one, one, *views.values(), rope_dim)
     assert not table.any() and views["swa_head"].tolist() == [0] * SLOTS
 
@@ -82,6 +85,24 @@ def test_the_order_of_tokens_does_not_matter(order, positions):
     run(kv[list(order)], [slots[i] for i in order], [positions[i] for i in order], two_views)
     assert torch.equal(one, two)
     assert all(torch.equal(one_views[k].view(torch.uint8), two_views[k].view(torch.uint8)) for k in one_views)
+
+
+def test_append_writes_the_positions_of_a_ring_for_drafts(device):
+    """Positions and head follow from the ring's length, 132 entries here, not from the window."""
+    device = resolve_device(device)
+    ring = torch.zeros(3, 132, 512, device=device)
+    positions, head = torch.full((3, 132), -1, dtype=torch.int32, device=device), torch.zeros(3, device=device).int()
+    count, length = 7, 130
+    batch = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([1], [length], [0, count], [0] * count)]
+    torch.ops.dsv4_sglang.append(
+        torch.randn(count, 512, device=device), None, None, torch.ones(512, device=device), None, None, None, None,
+        torch.ones(200, 64, device=device), 1e-6, 0, KVFormat.FP32.code, 0, *batch,
+        torch.arange(length, length + count, device=device), None, ring, None, None, None,
+        torch.zeros(1, count + 128, 512, device=device), positions, head, None,
+    )  # fmt: skip
+    expected = torch.full((3, 132), -1, dtype=torch.int32)
+    expected[1, [130, 131, 0, 1, 2, 3, 4]] = torch.arange(length, length + count).int()
+    assert torch.equal(positions.cpu(), expected) and head.tolist() == [0, 5, 0]
 
 
 # copy_state, swap_blocks
