@@ -94,12 +94,19 @@ def test_append_writes_the_positions_of_a_ring_for_drafts(device):
     positions, head = torch.full((3, 132), -1, dtype=torch.int32, device=device), torch.zeros(3, device=device).int()
     count, length = 7, 130
     batch = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([1], [length], [0, count], [0] * count)]
-    torch.ops.dsv4_sglang.append(
-        torch.randn(count, 512, device=device), None, None, torch.ones(512, device=device), None, None, None, None,
-        torch.ones(200, 64, device=device), 1e-6, 0, KVFormat.FP32.code, 0, *batch,
-        torch.arange(length, length + count, device=device), None, ring, None, None, None,
-        torch.zeros(1, count + 128, 512, device=device), positions, head, None,
-    )  # fmt: skip
+
+    def append(written: int) -> None:
+        torch.ops.dsv4_sglang.append(
+            torch.randn(count, 512, device=device), None, None, torch.ones(512, device=device), None, None, None, None,
+            torch.ones(200, 64, device=device), 1e-6, 0, KVFormat.FP32.code, 0, *batch,
+            torch.arange(length, length + written, device=device), None, ring, None, None, None,
+            torch.zeros(1, count + 128, 512, device=device), positions, head, None,
+        )  # fmt: skip
+
+    with pytest.raises((ValueError, RuntimeError), match="append: out_loc"):
+        append(count - 1)
+    assert not ring.any() and bool((positions == -1).all())
+    append(count)
     expected = torch.full((3, 132), -1, dtype=torch.int32)
     expected[1, [130, 131, 0, 1, 2, 3, 4]] = torch.arange(length, length + count).int()
     assert torch.equal(positions.cpu(), expected) and head.tolist() == [0, 5, 0]

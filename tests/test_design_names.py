@@ -229,3 +229,5 @@ def test_write_swa(device: torch.device) -> None:
     read = state.swa_fp8[slot, 2].view(torch.float8_e4m3fn).float() * state.swa_inv[slot, 2].float()
     assert (read - entries[0, :448].float()).norm() < 0.036 * entries[0, :448].float().norm()
     assert bool((state.swa_pos[0] == -1).all()) and not state.swa_fp8[0].any()
+    cache.release_request(slot)
+    assert cache.admit_request() == slot and bool((state.swa_pos[slot] == -1).all()), "a new request is empty"

@@ -22,6 +22,7 @@ from standalone_harness import (
 from torch import Tensor
 
 from dsv4_sglang.formats import KVBuffer, KVFormat
+from dsv4_sglang.model import build_schedule
 from dsv4_sglang.ops.rope import rms_norm, rotate
 from dsv4_sglang.standalone import KVCacheManager
 
@@ -271,6 +272,8 @@ def test_sizes() -> None:
     manager = make_manager(num_blocks_per_csa_layer=64, num_blocks_per_hca_layer=2)
     assert [p.num_blocks if p else None for p in manager.paged_pools] == [None, 64, 2, 64]
     assert (manager.num_blocks, manager.num_free_blocks) == (2, 2)
+    windows = KVCacheManager(CONFIG, build_schedule(CONFIG)[:1], 1, 3, 2, device="cpu")
+    assert windows.num_free_blocks == 3, "blocks hold nothing where no layer has entries"
     with pytest.raises(ValueError, match="max_concurrent_requests is 0; expected at least 1"):
         make_manager(slots=0)
     with pytest.raises(ValueError, match="num_blocks is 0"):
