@@ -95,7 +95,7 @@ def blocks_of(pool: CacheKVPool, blocks: Sequence[int]) -> list[Tensor]:
 
 
 def slot_of(pool: CacheKVPool, slot: int) -> list[Tensor]:
-    return [table[slot].clone() for table in pool.mamba_pool.storage.slot_tables()]
+    return [table[slot].view(torch.uint8).clone() for tensor in pool.mamba_pool.storage.tensors for table in tensor]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
