@@ -15,7 +15,8 @@ from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.srt.attention import backend as backend_module
-from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerInputs
+from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+from dsv4_sglang.srt.attention.layer_ops import LayerInputs
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
 from dsv4_sglang.srt.models import layers
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
@@ -118,9 +119,11 @@ class Steps:
             self.forward(batch, len(batch.positions))
             return
         self.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(metadata, batch)
-        before = dict(vars(self.backend))
+        parts = (self.backend, self.backend.layers, self.backend.recorder, self.backend.scratch, self.backend.snapshots)
+        before = [dict(vars(part)) for part in parts]
         self.forward(batch, GRAPH_TOKENS)
-        vars(self.backend).update(before)
+        for part, attributes in zip(parts, before):
+            vars(part).update(attributes)
 
     def decode(self, lengths: list[int], snapshots: list[int]) -> None:
         """Run an eager decode step. `snapshots`: snapshot slot of each request, 0 for none."""

@@ -129,7 +129,7 @@ def make_backend(
         window_indices=i[None],
         window_lens=i,
         hca_list=lambda: (i[None], i, None),
-        track_slots=None,
+        staging_slots=None,
         is_decode=True,
         copy_src=None,
     )

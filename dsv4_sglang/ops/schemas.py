@@ -16,7 +16,7 @@ SCHEMAS = {
         "(Tensor kv, Tensor? kv_score, Tensor? index_kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor? index_norm, "
         "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int kv_format, int key_format, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
-        "Tensor? track_slots, "
+        "Tensor? staging_slots, "
         "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? index_keys, "
         "Tensor(e!)? window, "
         "Tensor(f!)? swa_pos, Tensor(g!)? swa_head, Tensor(h!)? tail_len) -> ()"
@@ -28,7 +28,7 @@ SCHEMAS = {
     "append_v41": (
         "(Tensor kv, Tensor? compressor, Tensor kv_norm, Tensor? latent_norm, Tensor rope, float eps, int ratio, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
-        "Tensor? track_slots, "
+        "Tensor? staging_slots, "
         "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? latents, "
         "Tensor(e!)? window) -> ()"
     ),

@@ -44,10 +44,9 @@ def _forward(
 
         if get_parallel().tp_rank == get_parallel().tp_size - 1:
             raise RuntimeError(LAUNCH_ERROR)
-    if backend._staged is not None and fault() == "the state at the end of the step":
-        staged, snapshots = backend._staged
+    if (staged := backend.snapshots.staged) is not None and fault() == "the state at the end of the step":
         # Use the live slot instead of the staging slots; tests of this fault run one request per step.
-        backend._staged = backend.metadata.slots[:1].expand_as(staged).contiguous(), snapshots
+        backend.snapshots.staged = staged._replace(src=backend.metadata.slots[:1].expand_as(staged.src).contiguous())
     out = original(backend, q, k, v, layer, *rest, **kw)
     _finish_loads()
     return out

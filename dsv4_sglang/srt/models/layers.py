@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from dsv4_sglang.attention.base import MOST_PADDED_HEADS, LayerOutput
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
-from dsv4_sglang.srt.attention.backend import IndexQuery, LayerInputs
+from dsv4_sglang.srt.attention.layer_ops import IndexQuery, LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
 from dsv4_sglang.srt.sglang.models import takes_quantised_input
 

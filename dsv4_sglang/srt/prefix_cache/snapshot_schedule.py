@@ -34,6 +34,11 @@ class PrefillPlanTaker:
 
     prefill_plan: torch.Tensor | None = None
 
+    def take_prefill_plan(self) -> torch.Tensor | None:
+        """Return the snapshot table of the step that begins, which then belongs to no other step."""
+        plan, self.prefill_plan = self.prefill_plan, None
+        return plan
+
 
 def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     """AROUND `ScheduleBatch.prepare_for_extend`, which calls `plan_request` for each request."""
