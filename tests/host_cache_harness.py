@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.formats import KeyFormat, KVFormat
-from dsv4_sglang.srt.features.integrity import audit
+from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.host_cache import transfers
 from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaCo
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.features.integrity import audit
+from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
 from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component as component_module

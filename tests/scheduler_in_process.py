@@ -33,7 +33,8 @@ from torch import Tensor
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.features.integrity import REQUESTS, report
+from dsv4_sglang.srt.features.integrity.owners import REQUESTS
+from dsv4_sglang.srt.features.integrity.report import report
 
 
 @dataclass(frozen=True)

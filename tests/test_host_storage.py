@@ -24,7 +24,8 @@ from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt.features.integrity import COPIES, audit
+from dsv4_sglang.srt.features.integrity.audit import audit
+from dsv4_sglang.srt.features.integrity.owners import COPIES
 from dsv4_sglang.srt.host_cache import storage as storage_module
 from dsv4_sglang.srt.host_cache.folder import USED, stored_files
 from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage

@@ -14,8 +14,9 @@ from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
-from dsv4_sglang.srt.features import integrity
-from dsv4_sglang.srt.features.integrity import Pool, audit
+from dsv4_sglang.srt.features.integrity import report as reports
+from dsv4_sglang.srt.features.integrity.audit import audit
+from dsv4_sglang.srt.features.integrity.owners import PoolOwners
 from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending
 from dsv4_sglang.srt.prefix_cache.eviction_order import Entry
 
@@ -212,10 +213,10 @@ def test_a_report_does_not_grow_with_a_leak(server: HostCacheServer, monkeypatch
         invariant_checker=idle,
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: None),
     )
-    monkeypatch.setattr(integrity, "MAX_FINDINGS", 3)
+    monkeypatch.setattr(reports, "MAX_FINDINGS", 3)
     server.allocator.free_pages = server.allocator.free_pages[:2]
     with get_parallel().override(attn_dp_rank=0, tp_rank=0):
-        report = integrity.report(scheduler)
+        report = reports.report(scheduler)
     assert report["wrong"] == 29 and len(report["findings"]) == 3 and report["requests"] == 1
     pools = {pool.pop("of"): pool for pool in report["pools"]}
     assert pools["state slot"] == {"size": 6, "free": 5, "cached": 0, "requests": 1, "copies": 0}
@@ -231,15 +232,15 @@ def test_audits_take_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
         now, audits = now + 2, audits + 1
         return {"seconds": 2, "audit": audits}
 
-    monkeypatch.setattr(integrity, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(integrity, "report", audit_of_two_seconds)
+    monkeypatch.setattr(reports, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(reports, "report", audit_of_two_seconds)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     scheduler = SimpleNamespace(attn_tp_cpu_group=None)
     seen = []
     for _ in range(10):
-        output = integrity.add_reports(lambda *_: SimpleNamespace(internal_state={}), scheduler, None)
-        (report,) = output.internal_state[integrity.KEY]
+        output = reports.add_reports(lambda *_: SimpleNamespace(internal_state={}), scheduler, None)
+        (report,) = output.internal_state[reports.KEY]
         seen.append((report["audit"], report["age_seconds"]))
         now += 6
     torch.distributed.destroy_process_group()
@@ -247,9 +248,9 @@ def test_audits_take_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_many_owners_are_counted() -> None:
-    pool = Pool("block", range(1, 3))
+    pool = PoolOwners("block", range(1, 3))
     for i in range(9):
-        pool.claim("requests", f"request {i}", [2])
+        pool.record_owner("requests", f"request {i}", [2])
     assert [tuple(finding) for finding in pool.findings()] == [
         ("block 1", "no owner: leaked"),
         ("block 2", "9 owners: " + ", ".join(f"request {i}" for i in range(6)) + " and 3 more"),

@@ -17,7 +17,7 @@ from fastapi import HTTPException  # noqa: TID251  an exception class; nothing l
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.communicator import FanOutCommunicator
 
-from dsv4_sglang.srt.features.integrity import requests_of
+from dsv4_sglang.srt.features.integrity.report import requests_of
 from dsv4_sglang.srt.sglang.scheduler import add_result_handler, wrap_dispatcher
 
 log = logging.getLogger(__name__)

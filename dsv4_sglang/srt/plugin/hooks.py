@@ -12,7 +12,8 @@ from typing import Any
 from dsv4_sglang.srt.attention import collectives, prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
-from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, sleep
+from dsv4_sglang.srt.features import control_requests, disaggregation, sleep
+from dsv4_sglang.srt.features.integrity import report
 from dsv4_sglang.srt.plugin import request_validation, start_progress, tokenizer_workers
 from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.plugin.sglang_contract import Hook
@@ -46,7 +47,7 @@ def with_our_backend(original: Callable[..., Any], **arguments: Any) -> Any:
 # Hooks of the option `integrity_check`.
 INTEGRITY_CHECK: Table = {
     "/server_info is the only request of SGLang that reaches all processes and returns their answers": {
-        SRT + "managers.scheduler.Scheduler.get_internal_state": integrity.add_reports
+        SRT + "managers.scheduler.Scheduler.get_internal_state": report.add_reports
     },
 }
 # Hooks of every server that need nothing of its context.

@@ -84,8 +84,8 @@ def _model(scheduler: Any) -> Expected:
     """Yield the expected classes of the model and, with speculation, of its draft model."""
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
+    from dsv4_sglang.srt.models.attention import CachedAttention
     from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
-    from dsv4_sglang.srt.models.layers import CachedAttention
 
     served = scheduler.tp_worker.model_runner
     config = served.model_config.hf_config
