@@ -38,7 +38,7 @@ SCHEMAS = {
     ),
     "index_topk": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) rows) -> ()"
+        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) entry_indices) -> ()"
     ),
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
@@ -47,7 +47,7 @@ SCHEMAS = {
     ),
     "index_topk_v41": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) rows) -> ()"
+        "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) entry_indices) -> ()"
     ),
     "attend_v41": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
