@@ -267,9 +267,9 @@ class HostCacheServer(BlockOwner):
         The device must not lose a snapshot for which the host has room. The host must not evict the only copy of a
         snapshot while it holds copies of snapshots on the device.
         """
-        cache, component = self.cache, self.component
-        leaves, gives_up, evict = component._on_device_eviction, cache.evictions.free, evict_from_host
-        held: list[Any] = []
+        cache, evictions, component = self.cache, self.cache.evictions, self.component
+        leaves, gives_up, evict = component._on_device_eviction, evictions.free, evict_from_host
+        kept: list[Any] = []
 
         for name, operation in COPIES.items():
             original: Callable[..., Any] = getattr(TransferController, name)
@@ -291,14 +291,14 @@ class HostCacheServer(BlockOwner):
             leaves(node, slot, target)
 
         def giving_up(count: int, kind: Any, *, below: int = 0, keep: Any = ()) -> int:
-            held[:] = keep
+            kept[:] = keep
             return gives_up(count, kind, below=below, keep=keep)
 
         def evicted(of: Any, node: Any, components: Any) -> None:
             self.done["left the host"] += 1
             slots = component.slots
             registry, place = slots.registry, slots.id_of(node)
-            if cache.evictions.row(node) is not None and not registry.policy.duplicates()[place]:
+            if evictions.row(node) is not None and not registry.policy.duplicates()[place]:
                 copies = (slots.nodes[slot] for slot in np.flatnonzero(registry.policy.duplicates()).tolist())
                 if any(
                     cache.evictions.is_end(copy) and cache.evictions.is_evictable(copy) and copy not in held
@@ -308,7 +308,7 @@ class HostCacheServer(BlockOwner):
             evict(of, node, components)
 
         monkeypatch.setattr(component, "_on_device_eviction", on_device_eviction)
-        monkeypatch.setattr(cache.evictions, "free", giving_up)
+        monkeypatch.setattr(evictions, "free", giving_up)
         monkeypatch.setattr("dsv4_sglang.srt.host_cache.evictions.evict_from_host", evicted)
 
     # Steps, on the stream of steps

@@ -665,7 +665,12 @@ def test_a_snapshot_keeps_its_history_when_it_moves() -> None:
         registry.tick()
     registry.use(2)
     row = registry.host_id(1)
-    before = registry.length[2], registry.policy.recompute_cost()[2], registry.last[2], registry.interval[2]
+
+    def history(number: int) -> tuple[float, ...]:
+        cost = registry.policy.recompute_cost()[number]
+        return registry.length[number], cost, registry.last[number], registry.interval[number]
+
+    before = history(2)
     for place, to in ((2, row), (row, 4)):
         registry.move(place, to)
         assert (
