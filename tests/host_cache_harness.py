@@ -300,10 +300,7 @@ class HostCacheServer(BlockOwner):
             registry, place = slots.registry, slots.id_of(node)
             if evictions.row(node) is not None and not registry.policy.duplicates()[place]:
                 copies = (slots.nodes[slot] for slot in np.flatnonzero(registry.policy.duplicates()).tolist())
-                if any(
-                    cache.evictions.is_end(copy) and cache.evictions.is_evictable(copy) and copy not in held
-                    for copy in copies
-                ):
+                if any(evictions.is_end(copy) and evictions.is_evictable(copy) and copy not in kept for copy in copies):
                     self.wrong.append(f"the host gave up snapshot {place} before copies of what the device has")
             evict(of, node, components)
 
