@@ -13,7 +13,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.pool_host.base import HostKVCache, synchronized
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostSnapshotPool
+from dsv4_sglang.cache.free_list import FreeRows
+from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, page_checksum
 
@@ -81,7 +82,7 @@ class HostRows(HostKVCache):
         self.kv_buffer = self.pool = None
 
     @property
-    def held(self) -> int:
+    def used_rows(self) -> int:
         """Number of rows in use."""
         return self.page_num - self._rows.available
 

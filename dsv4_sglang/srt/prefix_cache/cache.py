@@ -54,7 +54,7 @@ class PrefixCache(UnifiedRadixCache):
         slots.forget()
         self.tree_core.evictable_device_leaves = EvictableLeaves(slots)
 
-    def settle(self, waiting: Iterable[Req]) -> None:
+    def wait_for_copies(self, waiting: Iterable[Req]) -> None:
         """Wait for running copies, and cancel the loads of queued requests."""
 
     def keep_host_cache(self) -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         cache: tree cache of the scheduler.
         requests: all requests that may hold memory: running, in a step, between chunks, or waiting.
     """
-    from dsv4_sglang.srt.prefix_cache.component import PENDING
+    from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING
 
     held_by, tables, allocator = list(requests), cache.req_to_token_pool, cache.token_to_kv_pool_allocator
     tree = AuditedTree(cache) if hasattr(cache, "tree_core") else None  # none with --disable-radix-cache
