@@ -34,8 +34,8 @@ from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due
-from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING, Pending
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 # Factor on the number of steps of the random tests (docs/design/integrity.md).
@@ -135,7 +135,7 @@ class Request:
 
     @property
     def pending(self) -> list[Pending]:
-        return getattr(self, PENDING, None) or []
+        return RequestNote.of(self).pending or []
 
 
 class BlockOwner:
@@ -395,7 +395,7 @@ class TreeServer(BlockOwner):
         core = self.cache.tree_core
         kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
         kept_back.kv = kept_back
-        setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
+        RequestNote.of(kept_back).pending = [Pending(0, slot, rolling=False) for slot in self.kept_back]
         found = audit(self.cache, [*self.running, kept_back])
         assert not found.findings, str(found)
         self.check_events()

@@ -19,7 +19,7 @@ from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.features.integrity.owners import PoolOwners
 from dsv4_sglang.srt.prefix_cache.eviction_order import Entry
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
-from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING, Pending
+from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def free_too(server: HostCacheServer) -> None:
 
 
 def pending_twice(server: HostCacheServer) -> None:
-    setattr(running(server), PENDING, [Pending(BLOCK, int(mamba(server).value), rolling=False)])
+    RequestNote.of(running(server)).pending = [Pending(BLOCK, int(mamba(server).value), rolling=False)]
 
 
 def two_nodes_one_row(server: HostCacheServer) -> None:

@@ -14,8 +14,7 @@ from benchmarks.agent_trace import Turn
 from benchmarks.prefix_simulation import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
-from dsv4_sglang.srt.prefix_cache.metrics import WAITING
-from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING
+from dsv4_sglang.srt.prefix_cache.notes import BatchNote, RequestNote
 
 
 @pytest.fixture(autouse=True)
@@ -192,13 +191,13 @@ def test_a_step_with_little_room_takes_the_branch_point_before_others() -> None:
 def test_the_requests_of_a_step_share_its_room() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=1, chunk=30)
     server.pool.mamba_pool = SimpleNamespace(staging=5)
-    batch = SimpleNamespace(req_to_token_pool=server.pool, tree_cache=server.cache, dsv4_plan=[])
+    batch = SimpleNamespace(req_to_token_pool=server.pool, tree_cache=server.cache)
     for keys in ([1, 2, 3, 4], [5, 6, 7, 8], [9, 9]):
         request = server.admit(keys)
         assert request is not None
         request.extend_range.end = request.prompt
         snapshot_schedule.plan_request(batch, request)
-    assert [len(taken) for taken in batch.dsv4_plan] == [4, 1, 0]
+    assert [len(taken) for taken in BatchNote.of(batch).prefill_plan] == [4, 1, 0]
 
 
 def test_only_prefill_steps_get_the_plan() -> None:
@@ -206,7 +205,7 @@ def test_only_prefill_steps_get_the_plan() -> None:
     runner, table = SimpleNamespace(attn_backend=backend), torch.ones(1, 1, 2)
     for prefill, expected in ((True, table), (False, None)):
         mode = SimpleNamespace(is_extend_without_speculative=lambda prefill=prefill: prefill)
-        batch = SimpleNamespace(forward_mode=mode, dsv4_plan_table=table)
+        batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_table=table))
         assert snapshot_schedule.pass_plan_to_backend(lambda *arguments: arguments, int, batch, runner)
         assert backend.prefill_plan is expected
 
@@ -253,7 +252,8 @@ def test_nothing_of_a_request_stays_after_its_end() -> None:
     request = started(server, [1, 2, 3])
     assert server.decode(request, 50)
     server.finish(request)
-    assert getattr(request, PENDING) is None and getattr(request, WAITING) is None
+    note = RequestNote.of(request)
+    assert note.pending is None and note.first_token_waits_in is None
     slots = server.component.slots
     assert slots.available_size() + len(slots.nodes) == slots.num_slots
     with pytest.raises(ValueError, match="21 slots are free of 20"):

@@ -13,6 +13,7 @@ from prefix_tree_server import BLOCK, MAX_LENGTH, Request, TreeServer, without_a
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache.notes import BatchNote
 
 NOT_WRITTEN = (-1,)
 # Content of generated blocks. It differs from that of prompts (up to 3) and of the part after a prompt's last whole
@@ -177,7 +178,7 @@ def test_what_counts_as_written_is_written(
 def test_a_verify_step_does_not_get_the_plan_of_a_prefill(mode: ForwardMode, gets: bool) -> None:
     """The batch still has the plan of the prefill that it was before."""
     backend, table = snapshot_schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
-    batch = SimpleNamespace(forward_mode=mode, **{snapshot_schedule.TABLE: table})
+    batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_table=table))
     backend.prefill_plan = table
     snapshot_schedule.pass_plan_to_backend(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
     assert (backend.prefill_plan is table) == gets

@@ -13,8 +13,9 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache import metrics
 from dsv4_sglang.srt.prefix_cache.events import note_change
 from dsv4_sglang.srt.prefix_cache.metrics import CacheMetrics
+from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
-from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING, Pending, SnapshotPlanner
+from dsv4_sglang.srt.prefix_cache.request_snapshots import SnapshotPlanner
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 from dsv4_sglang.srt.prefix_cache.tree_paths import ghost_hash, snapshot_above, snapshots_below
 from dsv4_sglang.srt.sglang.tree import evict_from_device
@@ -51,7 +52,6 @@ class SnapshotComponent(MambaComponent):
 
     def begin(self, req: Req) -> None:
         """Start a request, or restart it after a retraction. It resumes from the tree node that it holds."""
-        setattr(req, PENDING, [])
         registry, resumed = self.slots.registry, req.prefix_len
         registry.tick()
         slot = self._slot(self.tree_core.node_by_id(req.last_node))
@@ -101,7 +101,7 @@ class SnapshotComponent(MambaComponent):
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
         """Return the length to insert: that of the last pending snapshot, which the insertion attaches."""
-        pending = getattr(req, PENDING, None) or []
+        pending = RequestNote.of(req).pending or []
         reached = [p for p in pending if req.kv.cache_protected_len < p.length <= token_ids_len]
         if not reached:
             return 0
@@ -156,15 +156,16 @@ class SnapshotComponent(MambaComponent):
         insert_params: InsertParams | None = None,
     ) -> None:
         """Attach the earlier snapshots to the inserted path, and free those that could not be attached."""
-        pending = getattr(req, PENDING, None) or []
+        note = RequestNote.of(req)
+        pending = note.pending or []
         if insert_result is not None and insert_params is not None and insert_params.mamba_value is not None:
             pending = self._attach_inserted(pending, insert_params, insert_result)
         if is_finished:
             self.slots.give_back(p.slot for p in pending)
-            setattr(req, PENDING, None)
+            note.pending = None
             self.cache.req_to_token_pool.free_mamba_cache(req)
         else:
-            setattr(req, PENDING, pending)
+            note.pending = pending
         req.kv.mamba_last_track_seqlen = None
         self.metrics.first_token(req)
         self.metrics.publish()

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dsv4_sglang import __version__
+from dsv4_sglang.srt.prefix_cache.notes import RequestNote
 from dsv4_sglang.srt.sglang.scheduler import seconds_since_created
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ PREFIX = "dsv4_"
 # Label of every metric: the DP attention rank.
 RANK_LABEL = "dp_rank"
 LOG_SECONDS = 60.0
-# Attribute of a request without output tokens: whether it began with a hit, a value of the label `cache`.
-WAITING = "dsv4_waiting"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -208,7 +207,7 @@ class CacheMetrics:
         if since_eviction:
             self.observe("reuse_interval_requests", since_eviction, EVICTED)
         if not len(req.output_ids):
-            setattr(req, WAITING, HIT if resumed else MISS)
+            RequestNote.of(req).first_token_waits_in = HIT if resumed else MISS
         self.add("prompt_tokens", len(req.full_untruncated_fill_ids))
         self.add("lost_tokens", max(0, (req.mamba_branching_seqlen or 0) - resumed))
         if resumed:
@@ -220,8 +219,9 @@ class CacheMetrics:
 
     def first_token(self, req: Req) -> None:
         """Observe the time to the first token of a request, if it has a token and was not observed before."""
-        if len(req.output_ids) and (cache := getattr(req, WAITING, None)):
-            setattr(req, WAITING, None)
+        note = RequestNote.of(req)
+        if len(req.output_ids) and (cache := note.first_token_waits_in):
+            note.first_token_waits_in = None
             self.observe("first_token_seconds", seconds_since_created(req), cache)
 
     @contextmanager

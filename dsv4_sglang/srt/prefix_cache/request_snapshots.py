@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
-
-# Attribute of a request: its snapshots that are not attached to the tree yet, as a list of `Pending`, ascending by
-# length. Absent or None before the first step of the request.
-PENDING = "dsv4_snapshots"
-# Attribute of a request: upper bound of its length after its last planned step, prefill or verify.
-REACHED = "dsv4_reached"
-
-
-class Pending(NamedTuple):
-    """A snapshot whose blocks are not inserted into the tree yet.
-
-    `rolling`: a decode step takes it, and the next rolling snapshot replaces it.
-    """
-
-    length: int
-    slot: int
-    rolling: bool
 
 
 class SnapshotPlanner:
@@ -47,10 +31,12 @@ class SnapshotPlanner:
         Returns:
             (length, slot) of each snapshot, ascending.
         """
-        if getattr(req, PENDING, None) is None:
+        note = RequestNote.of(req)
+        if note.pending is None:
+            note.pending = []
             self.component.begin(req)
         begin, end = req.prefix_len, req.extend_end
-        setattr(req, REACHED, end)
+        note.reached = end
         due = due_in_prefill(
             begin,
             end,
@@ -64,12 +50,12 @@ class SnapshotPlanner:
         self.component.metrics.add("snapshots_skipped", len(due) - len(taken))
         self.component.metrics.copied_snapshots(len(taken), timed=True)
         taken.sort()
-        getattr(req, PENDING).extend(Pending(length, slot, rolling=False) for length, slot in taken)
+        note.pending.extend(Pending(length, slot, rolling=False) for length, slot in taken)
         return taken
 
     def plan_decode(self, req: Req, length: int) -> int:
         """Allocate a slot for the rolling snapshot at `length`. Return 0 if none is free."""
-        pending = getattr(req, PENDING, None)
+        pending = RequestNote.of(req).pending
         if pending is None:
             return 0
         slot = self._take(Due(length, True))
@@ -84,11 +70,11 @@ class SnapshotPlanner:
         Snapshots of the prefill may be pending too and stay: with overlap scheduling the first decode step is prepared
         before the result of the prefill is processed, which inserts them.
         """
-        pending = getattr(req, PENDING, None)
-        if not pending:
+        note = RequestNote.of(req)
+        if not note.pending:
             return
-        old = [p for p in pending[:-1] if p.rolling and not is_kept(p.length, self.interval)]
-        setattr(req, PENDING, [p for p in pending if p not in old])
+        old = [p for p in note.pending[:-1] if p.rolling and not is_kept(p.length, self.interval)]
+        note.pending = [p for p in note.pending if p not in old]
         self.component.slots.give_back(p.slot for p in old)
 
     def plan_verify(self, req: Req, draft_tokens: int) -> int:
@@ -105,12 +91,13 @@ class SnapshotPlanner:
             req: request of SGLang.
             draft_tokens: tokens of a verify step.
         """
-        pending = getattr(req, PENDING, None)
+        note = RequestNote.of(req)
+        pending = note.pending
         if pending is None:
             return 0
         known = req.kv.kv_committed_len
-        begin = min(getattr(req, REACHED), known + draft_tokens)
-        setattr(req, REACHED, begin + draft_tokens)
+        begin = min(note.reached, known + draft_tokens)
+        note.reached = begin + draft_tokens
         if len(pending) > 1 and pending[-1].length <= known:
             self.free_replaced(req)
         length = (known // BLOCK + 1) * BLOCK

@@ -9,6 +9,7 @@ from typing import Any
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.features.integrity.owners import FREE, REQUESTS, Finding, PoolOwners
 from dsv4_sglang.srt.features.integrity.tree import AuditedTree
+from dsv4_sglang.srt.prefix_cache.notes import RequestNote
 
 
 @dataclass
@@ -31,8 +32,6 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         cache: tree cache of the scheduler.
         requests: all requests that may hold memory: running, in a step, between chunks, or waiting.
     """
-    from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING
-
     held_by, tables, allocator = list(requests), cache.req_to_token_pool, cache.token_to_kv_pool_allocator
     tree = AuditedTree(cache) if hasattr(cache, "tree_core") else None  # none with --disable-radix-cache
     blocks = PoolOwners("block", range(1, allocator.size // BLOCK + 1))
@@ -51,7 +50,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
 
     for req in held_by:
         name, held = f"request {req.rid}", req.kv
-        snapshots.record_owner(REQUESTS, name, [pending.slot for pending in getattr(req, PENDING, None) or ()])
+        snapshots.record_owner(REQUESTS, name, [pending.slot for pending in RequestNote.of(req).pending or ()])
         if held.mamba_pool_idx is not None:
             live.record_owner(REQUESTS, name, [int(held.mamba_pool_idx)])
         if held.req_pool_idx is None:
