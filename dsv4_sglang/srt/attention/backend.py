@@ -86,7 +86,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.scratch = StepScratch(self.device, runner.dtype, selected, self.state.layout.ring_format)
         self.layers = self.make_layers(blocks)
         staging_slots = range(live.size + 1, live.size + 1 + live.staging)
-        slots = runner.req_to_token_pool.mamba_ckpt_pool
+        slots = getattr(runner.req_to_token_pool, "mamba_ckpt_pool", None)
         self.snapshots = SnapshotWriter(self.state, staging_slots, None if slots is None else slots.timer)
         self.recorder = PrefillRecorder(
             self.max_blocks, staging_slots, self.top_k, self.scratch, self.layers.padded_heads
@@ -161,7 +161,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         padding = forward_batch.positions.shape[0] - sum(forward_batch.extend_seq_lens_cpu)
         staged = self.snapshots.stage(self.take_prefill_plan(), forward_batch.req_pool_indices.shape[0])
         self.metadata = build_prefill(
-            **self._prefill_inputs(forward_batch, staged),
+            **prefill_inputs(forward_batch, self.req_to_token_pool, staged),
             positions=forward_batch.positions,
             out_loc=forward_batch.out_cache_loc,
             top_k=self.top_k,
@@ -169,18 +169,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             padding=padding,
         )
         self.layers.begin_step(self.metadata, [*lengths, padding] if padding else lengths)
-
-    def _prefill_inputs(self, forward_batch: Any, staged: StagedSnapshots | None) -> dict[str, Any]:
-        """Return the inputs of the metadata of a prefill step whose snapshots are `staged`."""
-        return {
-            "req_pool_indices": forward_batch.req_pool_indices,
-            "prefix_lens": forward_batch.extend_prefix_lens,
-            "chunk_lens": forward_batch.extend_seq_lens,
-            "req_to_token": self.req_to_token_pool.req_to_token,
-            "state_slot_of_request": self.req_to_token_pool.req_index_to_mamba_index_mapping,
-            "staging_slots": None if staged is None else staged.staging_slots,
-            "snapshot_lens": None if staged is None else staged.lengths,
-        }
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Build the metadata of a step that is no prefill. A CUDA graph records this before the layers."""
@@ -249,7 +237,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         """Prepare the replay of a recorded prefill step. The graph cannot wait for single layers of a load from the
         host cache, so the step waits here for all of them."""
         staged = self.snapshots.stage(self.take_prefill_plan(), forward_batch.req_pool_indices.shape[0])
-        self.recorder.replay(self._prefill_inputs(forward_batch, staged), self.snapshots.staged)
+        self.recorder.replay(prefill_inputs(forward_batch, self.req_to_token_pool, staged), self.snapshots.staged)
         self.metadata = capture_metadata
         self.token_to_kv_pool.wait_for_layer(self.last_layer)
 
@@ -370,6 +358,25 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         """Free the scratch that grows on demand. The scratch of CUDA graphs stays."""
         self.scratch.free()
         self.layers.free_scratch()
+
+
+def prefill_inputs(forward_batch: Any, req_to_token_pool: Any, staged: StagedSnapshots | None) -> dict[str, Any]:
+    """Return the inputs of the metadata of a prefill step.
+
+    Args:
+        forward_batch: SGLang's batch.
+        req_to_token_pool: SGLang's tables of all requests.
+        staged: snapshots of the step.
+    """
+    return {
+        "req_pool_indices": forward_batch.req_pool_indices,
+        "prefix_lens": forward_batch.extend_prefix_lens,
+        "chunk_lens": forward_batch.extend_seq_lens,
+        "req_to_token": req_to_token_pool.req_to_token,
+        "state_slot_of_request": req_to_token_pool.req_index_to_mamba_index_mapping,
+        "staging_slots": None if staged is None else staged.staging_slots,
+        "snapshot_lens": None if staged is None else staged.lengths,
+    }
 
 
 def make_verify_mask(backend: HybridCacheBackend, requests: int) -> VerifyMask | None:
