@@ -157,7 +157,7 @@ class InProcess:
             "disable_overlap_schedule": not overlap,
         }
         options = {"entry_format": "fp32", "indexer_format": "fp32"}
-        args = ServerArgs(**settings, **flags, json_model_override_args=json.dumps({"dsv4_sglang": options}))
+        args = ServerArgs(**{**settings, **flags}, json_model_override_args=json.dumps({"dsv4_sglang": options}))
         ranks = scheduler_module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         scheduler_module.publish(args, role="scheduler", ranks=ranks)
         scheduler_module.configure_scheduler_process(args, 0)

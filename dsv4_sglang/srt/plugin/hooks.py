@@ -64,6 +64,9 @@ ALWAYS: Table = {
     "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly": {
         _PREFILL_GRAPHS + "can_replay_locally": prefill_graphs.fits
     },
+    "short prompts beyond the largest prefill graph wait for the next step; SGLang's would run eagerly": {
+        SRT + "managers.schedule_policy.PrefillAdder.add_one_req": prefill_graphs.add_within_graph
+    },
     "the log of a long start says how many graphs are recorded": {
         _PREFILL_GRAPHS + "capture_one_shape": start_progress.note_graph,
         _DECODE_GRAPHS + "capture_one_shape": start_progress.note_graph,
