@@ -188,7 +188,7 @@ def _host(page: Page) -> Iterator[tuple[str, Text]]:
     for one, done, fault in (("load", "loaded", "loads_failed"), ("save", "saved", "saves_skipped")):
         name = f"{PREFIX}host_{done}_bytes_total"
         rate, faults = page.rate(name), page.get(f"{PREFIX}host_{fault}_total")
-        count = f"{scaled(page.get(f'{PREFIX}host_{one}_seconds_count'))} of {_mean(page, f'host_{one}_seconds')}"
+        count = f"{scaled(page.get(f'{PREFIX}host_{one}_seconds_count'))}, mean {_mean(page, f'host_{one}_seconds')}"
         now = NONE if rate is None else f"{scaled(rate, 'B')}/s"
         failed = _counted(faults, fault.rpartition("_")[2])
         yield f"host {one}s", _line(f"{count}, {scaled(page.get(name), 'B')}, {now} now, {failed}")
