@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from reference.oracle import Oracle, Score
+from reference.quantise import bf16_entries, mxfp4_keys
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from benchmarks.reference.oracle import Oracle, Score
-from benchmarks.reference.quantise import bf16_entries, mxfp4_keys
 from dsv4_sglang.formats import KVBuffer, KVFormat, index_keys
 from dsv4_sglang.testing.quantise import fp8_entries
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny

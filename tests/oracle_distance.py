@@ -1,6 +1,6 @@
 """Measure the distance of servers to the oracle: transformers in fp32 on the same model weights, teacher-forced.
 
-    python -m benchmarks.oracle_distance [--seeds 0,1] [--servers in-tree,fp8,bf16] [--out DIR]
+    python tests/oracle_distance.py [--seeds 0,1] [--servers in-tree,fp8,bf16] [--out DIR]
 
 Every seed makes a `make-tiny` model, which three servers load: SGLang's own, ours with FP8 entries and ours with
 bfloat16 entries, all with CUDA graphs and bf16 compute. Prompts of random tokens are sent one at a time and decoded
@@ -155,8 +155,7 @@ class Bench:
     def score(self, seed: int) -> Iterator[dict[str, Any]]:
         """Score the tokens of every server of this seed with the oracle."""
         import torch
-
-        from benchmarks.reference.oracle import Oracle
+        from reference.oracle import Oracle
 
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False

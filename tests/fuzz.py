@@ -1,8 +1,8 @@
-"""Run the lifecycle fuzzer (`benchmarks/lifecycle.py`) against servers of every configuration, or a running server.
+"""Run the lifecycle fuzzer (`tests/support/lifecycle.py`) against servers of every configuration, or a running server.
 
-    python -m benchmarks.fuzz --requests 25000 --limit 540        # requests per configuration, seconds in total
-    python -m benchmarks.fuzz --configurations eagle --seed 7     # one configuration, a different list of operations
-    python -m benchmarks.fuzz --url http://127.0.0.1:30000        # a server with the option integrity_check
+    python tests/fuzz.py --requests 25000 --limit 540        # requests per configuration, seconds in total
+    python tests/fuzz.py --configurations eagle --seed 7     # one configuration, a different list of operations
+    python tests/fuzz.py --url http://127.0.0.1:30000        # a server with the option integrity_check
 
 Without a GPU, or with --dry-run, the servers are small and run on the CPU. fuzz.json counts the events of each
 configuration. A run that finds a violation exits with code 1 and prints the finding and the command that repeats it.
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.lifecycle import Driver, Shape, Wrong, play
 
 from benchmarks import report, servers
-from benchmarks.lifecycle import Driver, Shape, Wrong, play
 from benchmarks.servers import Server
 from dsv4_sglang.srt.integration import launch_command
 
@@ -75,7 +75,7 @@ TOLERANCE = 2e-3
 
 def command(name: str, cpu: bool) -> list[str]:
     """Return the command that runs this program for one configuration."""
-    return ["python", "-m", "benchmarks.fuzz", *(["--dry-run"] if cpu else []), "--configurations", name]
+    return ["python", "tests/fuzz.py", *(["--dry-run"] if cpu else []), "--configurations", name]
 
 
 class Fuzz:
@@ -147,11 +147,7 @@ class Fuzz:
         try:
             play(driver, self.args.requests, limit)
         except Wrong as error:
-            again = (
-                ["python", "-m", "benchmarks.fuzz", "--url", self.args.url]
-                if self.args.url
-                else command(name, self.cpu)
-            )
+            again = ["python", "tests/fuzz.py", "--url", self.args.url] if self.args.url else command(name, self.cpu)
             again += ["--seed", str(self.args.seed), "--requests", str(self.args.requests)]
             print(f"{name}: {error}\nlogs: {self.logs}\nagain: {shlex.join(again)}", flush=True)
             return str(error)
