@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import append, attend, index, move, oracle_distance
+from benchmarks import append, attend, index, move
+from benchmarks.command_line import RESULTS
 from benchmarks.environment import ROOT
-from benchmarks.report import RESULTS
-from benchmarks.studies import pyplot
 
 COLOURS = {
     "ours": "#1f77b4",
@@ -104,7 +103,7 @@ def draw_capacity(axis: Any, rows: list[Row]) -> None:
 
 
 def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
-    lines = [line for line in oracle_distance.summary(rows) if line["path"] == "decode" and line["prompts"] != "long"]
+    lines = [line for line in rows if line["path"] == "decode" and line["prompts"] != "long"]
     grouped_bars(axis, [shown(line["server"]) for line in lines], pick(lines, ("mean", "max")), "|d logprob|")
     axis.set_title("Distance to transformers in fp32")
 
@@ -164,12 +163,26 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
 PANELS = {"tier_sweep": 2}
 
 
+def pyplot() -> Any:
+    """Import matplotlib's pyplot, set to draw into files. Equal figures give identical files, without random ids."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
-    """Return (rows, environment) of a benchmark's JSON or JSON lines file; None if there is no file."""
+    """Return (rows, environment) of a benchmark's JSON or JSON lines file; None if there is no file.
+
+    If the benchmark stored a summary, it replaces the rows.
+    """
     file = results / f"{name}.json"
     if file.is_file():
         data = json.loads(file.read_text())
-        return data["rows"], data["environment"]
+        return data.get("facts", {}).get("summary", data["rows"]), data["environment"]
     file = results / f"{name}.jsonl"
     if file.is_file():
         rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -6,6 +6,8 @@ python -m benchmarks.prefix_simulation --what loop   # one study
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
+from benchmarks.command_line import RESULTS
+from benchmarks.environment import ROOT
 from benchmarks.prefix_tree import FreeList, Node, PrefixTree
-from benchmarks.studies import Row, Rows, run_studies
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
@@ -24,6 +27,7 @@ from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
 SNAPSHOT_BYTES = 3_644_416
+Row = dict[str, Any]
 SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
 # Memory of blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under agent traces.
 LOAD_GIGABYTES = 3.22
@@ -268,7 +272,7 @@ STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def plot(pyplot: Any, results: dict[str, Rows]) -> Any:
+def plot(pyplot: Any, results: dict[str, list[Row]]) -> Any:
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
     for axis, (name, x, title, label) in zip(
         axes.flat,
@@ -301,5 +305,29 @@ def plot(pyplot: Any, results: dict[str, Rows]) -> Any:
     return figure
 
 
+def main(argv: list[str] | None = None) -> None:
+    """Run the studies of the command line, replace their rows in the JSON file after each, and draw all rows."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to repeat (default: all)")
+    file = RESULTS / "prefix_simulation.json"
+    results: dict[str, list[Row]] = json.loads(file.read_text()) if file.is_file() else {}
+    for study in options.parse_args(argv).what or STUDIES:
+        if study != "plot":
+            results[study] = []
+            for row in STUDIES[study]():
+                print(row, flush=True)
+                results[study].append(row)
+            texts = (
+                f'"{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]"
+                for name, rows in results.items()
+            )
+            file.write_text("{\n" + ",\n".join(texts) + "\n}\n")
+    from benchmarks.plots import pyplot
+
+    figure = plot(pyplot(), results)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "benchmarks" / "prefix_simulation.svg", metadata={"Date": None})
+
+
 if __name__ == "__main__":
-    run_studies("prefix_simulation", __doc__, STUDIES, plot)
+    main()

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -20,29 +21,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import ROOT, environment
+from benchmarks.environment import environment
 
-RESULTS = ROOT / "benchmarks" / "results"
 _folders = contextlib.ExitStack()
 atexit.register(_folders.close)
-
-
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks share."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file (%(default)s)")
-    options.add_argument("--quick", action="store_true", help="the short set")
-    options.add_argument(
-        "--dry-run", action="store_true", help="smallest sizes on the CPU, without the kernels of the peers"
-    )
-    options.add_argument("--parts", default="", help="only parts whose name contains one of these, separated by commas")
-    options.add_argument("--resume", action="store_true", help="keep the parts in the JSON file, run the missing ones")
-    return options
 
 
 def scratch_folder(name: str) -> Path:
     """Return a new folder, which is removed when the program ends or restarts itself."""
     return Path(_folders.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}_")))
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, p95, minimum and maximum in milliseconds."""
+    times = sorted(1e3 * value for value in seconds)
+
+    def at(share: float) -> float:
+        return round(times[min(len(times) - 1, int(share * len(times)))], 2)
+
+    return {"p50": round(statistics.median(times), 2), "p95": at(0.95), "low": at(0), "high": at(1)}
+
+
+def exit_on_time_limit() -> None:
+    """Exit through the context managers on SIGTERM, which a time limit sends, so that servers are stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 class Report:
@@ -56,6 +58,7 @@ class Report:
         self.name, self.args = name, args
         self.path = Path(args.out) / f"{name}.json"
         self.wanted = [part for part in args.parts.split(",") if part]
+        self.deadline = time.monotonic() + args.seconds
         self.console = Console(width=150 if not sys.stdout.isatty() else None)
         self.data: dict[str, Any] = {
             "benchmark": name,
@@ -66,8 +69,7 @@ class Report:
             "rows": [],
             "failures": [],
         }
-        # A time limit sends SIGTERM. Exit through the context managers, so that servers are stopped.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        exit_on_time_limit()
         if args.resume and self.path.is_file():
             self.data = json.loads(self.path.read_text())
 
@@ -85,6 +87,9 @@ class Report:
         """
         wanted = not self.wanted or any(word in name for word in self.wanted)
         if not setup and (name in self.data["parts"] or not wanted):
+            return
+        if not setup and time.monotonic() > self.deadline:
+            self.console.print(f"--seconds {self.args.seconds:.0f} is over, skipped: {name}", highlight=False)
             return
         self.rows[:] = [row for row in self.rows if row.get("part") != name]  # left by a run that ended in this part
         start = time.perf_counter()
@@ -109,9 +114,8 @@ class Report:
         self.save()
         if _device_lost():
             self.console.print(f"[red]the device is unusable after {name}; restarting with the next part[/red]")
-            module = f"benchmarks.{self.name}"
             _folders.close()
-            os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:], "--resume"])
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--resume"])
 
     def fact(self, name: str, value: Any) -> None:
         """Store a value that belongs to the whole run, such as a measured ceiling."""

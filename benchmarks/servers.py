@@ -31,6 +31,8 @@ GPU_ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     "HF_HUB_OFFLINE": "1",
 }
+# With tensors as small as those of a dry run, threads mostly wait for each other and compiling takes longer than it saves.
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "dsv4_sglang.srt.integration.plugin:register"
@@ -86,7 +88,7 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
         if not ours:
             raise ValueError("SGLang's own DeepSeek-V4 needs a GPU")
         made = launch_command.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
-        return made.argv, dict(made.environment)
+        return made.argv, {**made.environment, **CPU_ENVIRONMENT}
     # As with the released widths. flashshape's widths are too small for this kernel to be correct
     # (`srt.integration.activate`), but its weights are random.
     environment = {**GPU_ENVIRONMENT, "SGLANG_OPT_FUSE_MHC_POST_PRE": "1"}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from support.lifecycle import Driver, Shape, Wrong, play
 
-from benchmarks import report, servers
+from benchmarks import command_line, report, servers
 from benchmarks.servers import Server
 from dsv4_sglang.srt.integration import launch_command
 
@@ -65,8 +65,6 @@ ON_CPU = Shape(context=1024, burst=24, together=6)
 CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
 CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
 CPU_FLAGS += ("--sleep-on-idle",)
-# With tensors this small, threads mostly wait for each other and compiling takes longer than it saves.
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
 OPTIONS = {"integrity_check": True, "snapshot_interval": 512}
 # Of log p, with fp32 entries.
@@ -101,7 +99,7 @@ class Fuzz:
         flags = [*(CPU_FLAGS if self.cpu else GPU_FLAGS), *of.flags, "--skip-server-warmup", "--enable-metrics"]
         overrides = [launch_command.OPT_IN_FLAG, json.dumps({launch_command.OPT_IN_KEY: options})]
         made = launch_command.server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
-        environment = {**made.environment, **(CPU_ENVIRONMENT if self.cpu else {})}
+        environment = {**made.environment, **(servers.CPU_ENVIRONMENT if self.cpu else {})}
         if not self.cpu:
             environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
         elif of.ranks > 1:
@@ -160,7 +158,7 @@ def summary(driver: Driver, found: str | None) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__)
+    options = command_line.report_parser(__doc__)
     options.add_argument("--configurations", default="", help=f"some of {', '.join(CONFIGURATIONS)} (all that fit)")
     options.add_argument("--requests", type=int, default=25_000, help="requests per configuration (%(default)s)")
     options.add_argument("--limit", type=float, default=3600, help="total seconds, without shutdowns (%(default)s)")
