@@ -282,11 +282,11 @@ def between_tokens(answer: Answer) -> dict[str, float] | None:
     return spread(gaps) if gaps else None
 
 
-def settle(run: Callable[[], float], faster: float, least: int, most: int) -> int:
+def settle(run: Callable[[], float], faster: float, most: int) -> int:
     """Repeat `run`, which returns its seconds, until it is not `faster` times as fast as before. Return the number of
-    runs, from `least` to `most`."""
+    runs, from 2 to `most`."""
     times = [run()]
-    while len(times) < most and (len(times) < least or faster * times[-1] < times[-2]):
+    while len(times) < most and (len(times) == 1 or faster * times[-1] < times[-2]):
         times.append(run())
     return len(times)
 

@@ -31,7 +31,7 @@ GPU_ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     "HF_HUB_OFFLINE": "1",
 }
-# With tensors as small as those of a dry run, threads mostly wait for each other and compiling takes longer than it saves.
+# With the small tensors of a dry run, threads mostly wait for each other and compiling takes longer than it saves.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 PLUGIN_GROUP = "sglang.srt.plugins"

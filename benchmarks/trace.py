@@ -209,7 +209,7 @@ def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: in
             Replayer(client, vocab, seed, WARM_OUTPUT).closed(round_, clients)
         return time.perf_counter() - begin
 
-    return settle(run, 1.5, 1, most)
+    return settle(run, 1.5, most)
 
 
 def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lost: float | None) -> dict[str, Any]:

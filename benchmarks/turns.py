@@ -48,7 +48,7 @@ ANSWER_TOKENS = 16
 PAGE, REMAINDER = 256, 32
 # Longest prompt that fills the device before a round from the host.
 FILLER_TOKENS = 131_072
-HOST_RATIO, ROUNDS, WARM_ROUNDS = 4, 9, (2, 20)
+HOST_RATIO, ROUNDS, WARM_ROUNDS = 4, 9, 20
 DRY_LOADS = "800+20x1,800+20x2"
 LOADS = ",".join(
     f"{tokens}+{new}x{at_once}"
@@ -131,7 +131,7 @@ class Conversations:
         Raises:
             OutOfTime: no timed round was possible.
         """
-        warm = settle(lambda: self._timed_round(load)[0], 3, *WARM_ROUNDS)
+        warm = settle(lambda: self._timed_round(load)[0], 3, WARM_ROUNDS)
         timed: list[tuple[float, list[Answer]]] = []
         wanted = self.rounds * (3 if load.at_once == 1 else 1)
         while len(timed) < wanted and not (timed and time.monotonic() > self.deadline):

@@ -16,8 +16,9 @@ from liveness import LONG
 
 from benchmarks import prefix_trace, servers, turns
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
+from benchmarks.client import Client
 from benchmarks.prefix_trace import live_tokens
-from benchmarks.replay import Client, Replay
+from benchmarks.replay import Replay
 
 SMALL = TraceConfig(conversations=12, active=5, seed=3, tokens=(2_000, 9_000), turns=(4, 9), branching=0.3)
 
