@@ -49,11 +49,12 @@ def evictions(kind: str, leaves: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 class Bench(bench.Bench):
-    def full(self, subject: str, conversations: int) -> Iterator[dict[str, Any]]:
+    def full(self, subject: str, conversations: int, number: int) -> Iterator[dict[str, Any]]:
         """Yield the decode rates of one server with the pool empty and full."""
-        row = {"measure": "decode", "subject": subject, "conversations": conversations}
+        row = {"measure": "decode", "subject": subject, "conversations": conversations, "start": number}
+        row["flags"] = self.added(subject)
         base = [*self.base(), "--max-total-tokens", str(conversations * FILL)]
-        with self.serving(subject, f"full-pool-{conversations}", base) as (server, facts):
+        with self.serving(subject, f"full-pool-{conversations}-{number}", base) as (server, facts):
             row["tokens"] = tokens = facts["max_total_num_tokens"]
             self.warm_up(server, bursts=self.sizes.decode)
             server.flush()
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         for count in pools:
             for number, subject in command_line.orders(args):
                 name = f"decode/{subject}/{count}" + (f"/{number}" if args.starts > 1 else "")
-                result.part(name, partial(made.full, subject, count))
+                result.part(name, partial(made.full, subject, count, number))
     tables(result)
     return result.close()
 

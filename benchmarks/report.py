@@ -1,4 +1,11 @@
-"""Results of a benchmark: parts that can fail independently, a table, and a JSON file that is valid after every row."""
+"""Results of a benchmark: parts that can fail independently, a table, and a JSON file that is valid after every row.
+
+    python -m benchmarks.report turns.jsonl serve.json --servers ours,sglang-best
+
+As a program, it merges the rows of several starts of `turns`, `serve`, `prefix_trace` or `full_pool` into a Markdown
+table: the median over the starts with the lowest and highest, and the ratio of ours to the other server. A ratio is one
+of a pair: the n-th starts of both servers on GPUs of one kind. `--starts` swaps the order within every second pair.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +21,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -177,3 +184,109 @@ def _device_lost() -> bool:
     except Exception:
         return True
     return False
+
+
+# Figures of a row by its measure; a dot leads to a part of a figure. Rows of a trace have no measure.
+FIGURES = {
+    "turn": ("first_token_ms.p50", "first_token_ms.p95", "turn_ms.p50"),
+    "tokens in the cache": ("value",),
+    "TTFT ms": ("value",),
+    "decode tokens/s": ("value", "step_ms", "between_tokens_ms.p50", "between_tokens_ms.p95"),
+    "decode": ("value", "between_tokens_ms.p50", "between_tokens_ms.p95"),
+    "turnover tokens/s": ("value",),
+    "trace": ("hit_of_ideal", "first_token_ms.p50", "first_token_ms.p95"),
+    None: ("hit_of_ideal", "turn_s_p50"),
+}
+# Fields that tell the cases of a measure apart.
+CASE = ("measure", "load", "at", "loop", "pool", "conversations", "scenario", "part", "tier")
+
+
+class Figure(NamedTuple):
+    """A figure of one start. `begun` is the date and the number of the start, by which starts are ordered."""
+
+    gpu: str
+    commit: str
+    subject: str
+    flags: str
+    begun: tuple[str, int]
+    case: str
+    value: float
+
+
+def figures(file: Path) -> Iterator[Figure]:
+    """Yield the figures of a file of either kind, JSON or JSON lines."""
+    if file.suffix == ".jsonl":
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        data = json.loads(file.read_text())
+        rows = [{"environment": data["environment"], **row} for row in data["rows"]]
+    for row in rows:
+        environment, server = row["environment"], row.get("server", {})
+        # A part belongs to the case for traces only: in a report it names the server.
+        case = " ".join(str(row[name]) for name in CASE if row.get(name) and (name != "part" or "scenario" in row))
+        begun = environment["date"], row.get("start") or row.get("round") or 1
+        of_start = environment["gpu"].get("name", "CPU"), environment["commit"]
+        of_server = server.get("subject") or row.get("subject") or "", server.get("flags") or row.get("flags") or ""
+        for name in FIGURES.get(row.get("measure"), ()):
+            value: Any = row
+            for key in name.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                yield Figure(*of_start, *of_server, begun, case + (f", {name}" if name != "value" else ""), value)
+
+
+def merged(found: Iterable[Figure], servers: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown table of the figures that each of `servers` has.
+
+    Raises:
+        ValueError: rows of a server differ in commit or flags, so that they are not starts of one thing.
+    """
+    wanted = [figure for figure in found if figure.subject in servers]
+    for server in servers:
+        for name in ("commit", "flags"):
+            of_server = sorted({getattr(figure, name) for figure in wanted if figure.subject == server})
+            if len(of_server) != 1:
+                raise ValueError(f"rows of {server} have {name} {of_server}; expected one, in files of their own")
+    ours, other = servers
+    lines = [f"| | {ours} | {other} | {ours} / {other} | starts |", "|---|---|---|---|---|"]
+    for gpu, case in dict.fromkeys((figure.gpu, figure.case) for figure in wanted):
+        # The last row of a start counts.
+        starts: list[dict[tuple[str, int], float]] = [
+            {f.begun: f.value for f in wanted if (f.gpu, f.case, f.subject) == (gpu, case, server)}
+            for server in servers
+        ]
+        first, second = ([values[begun] for begun in sorted(values)] for values in starts)
+        if first and second:
+            ratios = [a / b for a, b in zip(first, second) if b]
+            cells = [f"{case} ({gpu})", *map(spread_text, (first, second, ratios)), f"{len(first)} and {len(second)}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def spread_text(values: Sequence[float]) -> str:
+    """Return the median, and lowest and highest if there are several values."""
+    if not values:
+        return ""
+    middle, low, high = map(_text, (float(statistics.median(values)), float(min(values)), float(max(values))))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("files", nargs="+", type=Path, help="JSON or JSON lines")
+    options.add_argument("--servers", default="ours,sglang-best", help="two servers (%(default)s)")
+    options.add_argument("--commit", default="", help="only rows of commits that begin so")
+    args = options.parse_args(argv)
+    servers = args.servers.split(",")
+    if len(servers) != 2:
+        options.error(f"--servers {args.servers}: expected two servers, separated by a comma")
+    try:
+        found = [figure for file in args.files for figure in figures(file)]
+        print(*merged([figure for figure in found if figure.commit.startswith(args.commit)], servers), sep="\n")
+    except (OSError, ValueError) as error:
+        options.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -111,12 +111,13 @@ class Bench(bench.Bench):
             subject: key of `command_line.SERVERS`.
             number: number of the start.
         """
-        base, wanted = {"subject": subject, "round": number}, self.args.measure
+        base = {"subject": subject, "round": number, "flags": self.added(subject)}
+        wanted = self.args.measure
         with self.serving(subject, f"serve-{number}", self.base()) as (server, facts):
             yield base | {"measure": "start s", "at": "", "value": server.start_seconds}
             ranks = servers.cache_tokens(server.request("/server_info"), self.args.dp)
             row = {"measure": "tokens in the cache", "at": "", "value": sum(ranks), **servers.sizes(server.lines())}
-            row |= {name: facts[name] for name in ("flags", "command")}
+            row["command"] = facts["command"]
             if len(ranks) > 1:
                 row["note"] = (
                     f"value: sum over the {len(ranks)} ranks, each with a cache of its own; the rest: one rank"

@@ -241,6 +241,64 @@ def test_figures_of_the_pages_are_those_of_the_results(tmp_path: Path) -> None:
         assert texts[0] == texts[1] and len(texts[0]) > 5, f"{file.name}: draw it again, python -m benchmarks.plots"
 
 
+# Merged starts
+
+
+def rows_of_start(date: str, subject: str, first: float, rate: float, **environment: str) -> list[dict]:
+    """Return rows as `turns` writes them, of one start."""
+    common = {
+        "environment": {"date": date, "commit": "abc", "gpu": {"name": "GPU 1"}, **environment},
+        "server": {"subject": subject, "flags": ""},
+        "start": 1,
+    }
+    times = {"p50": first, "p95": 2 * first}
+    return [
+        {"measure": "turn", "load": "20+2x1", "tier": "device", "first_token_ms": times, "turn_ms": times, **common},
+        {"measure": "decode tokens/s", "at": 16, "value": rate, "step_ms": None, **common},
+    ]
+
+
+def merge(tmp_path: Path, rows: list[dict], *arguments: str) -> int:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return report.main([str(file), "--servers", "ours,sglang", *arguments])
+
+
+def test_three_starts_are_merged_by_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Starts are paired in the order of their dates. The ratios are 0.25, 1 and 0.5; of sorted values, 0.33 to 0.75."""
+    ours = [rows_of_start(f"2026-01-0{day}", "ours", ms, 100.0) for day, ms in ((3, 5.0), (1, 10.0), (2, 30.0))]
+    theirs = [rows_of_start(f"2026-01-0{day}", "sglang", ms, 80.0) for day, ms in ((1, 40.0), (2, 30.0), (3, 10.0))]
+    assert merge(tmp_path, [row for rows in [*ours, *theirs] for row in rows]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    case, mine, other, ratio, starts = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert (case, starts) == ("turn 20+2x1 device, first_token_ms.p50 (GPU 1)", "3 and 3")
+    assert (mine, other, ratio) == ("10 (5 to 30)", "30 (10 to 40)", "0.5 (0.25 to 1)")
+    assert (
+        lines[-1] == "| decode tokens/s 16 (GPU 1) | 100 (100 to 100) | 80 (80 to 80) | 1.25 (1.25 to 1.25) | 3 and 3 |"
+    )
+
+
+def test_starts_on_different_gpus_are_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = rows_of_start("2026-01-01", "sglang", 20.0, 80.0, gpu={"name": "GPU 2"})  # type: ignore[arg-type]
+    assert merge(tmp_path, [*rows_of_start("2026-01-01", "ours", 10.0, 90.0), *elsewhere]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_rows_of_two_commits_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of_start("2026-01-01", "ours", 10.0, 90.0) + rows_of_start("2026-01-01", "sglang", 10.0, 90.0)
+    older = rows_of_start("2025-01-01", "ours", 1.0, 1.0, commit="old")
+    with pytest.raises(SystemExit):
+        merge(tmp_path, [*older, *rows])
+    assert "rows of ours have commit ['abc', 'old']" in capsys.readouterr().err
+    assert merge(tmp_path, [*older, *rows], "--commit", "ab") == 0
+    assert "| 10 | 10 | 1 | 1 and 1 |" in capsys.readouterr().out
+
+
+def test_published_rows_can_be_merged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(RESULTS / "serve.json"), "--servers", "ours,in-tree"]) == 0
+    assert "decode tokens/s 256 (NVIDIA H200) | 28,473 (28,443 to 28,503) |" in capsys.readouterr().out
+
+
 # Servers
 
 
