@@ -32,7 +32,7 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,6 +125,22 @@ class Conversations:
         count = math.ceil(self.device_tokens / FILLER_TOKENS)
         self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE) for _ in range(count)]
 
+    def measure_all(self, loads: Sequence[Load]) -> Iterator[dict[str, Any]]:
+        """Yield the row of each load. The first load runs once more before, unmeasured.
+
+        Raises:
+            OutOfTime: the deadline has passed. The message names the loads without a row.
+        """
+        rows = 0
+        try:
+            for load in loads[:1]:
+                self.measure(load)
+            for load in loads:
+                yield self.measure(load)
+                rows += 1
+        except OutOfTime:
+            raise OutOfTime(f"skipped: {', '.join(map(str, loads[rows:]))}") from None
+
     def measure(self, load: Load) -> dict[str, Any]:
         """Return the row of a load. At the deadline it has fewer turns.
 
@@ -211,15 +227,8 @@ def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[di
         from_host = tokens if args.tier == "host" else 0
         client = Client(server.url)
         held = Conversations(client, bench.prompt, from_host, rounds=args.rounds, deadline=args.deadline)
-        left = [*args.loads]
-        try:
-            if left:
-                held.measure(left[0])
-            while left:
-                yield {**held.measure(left[0]), "server": facts}
-                left.pop(0)
-        except OutOfTime:
-            raise OutOfTime(f"skipped: {', '.join(map(str, left))}") from None
+        for row in held.measure_all(args.loads):
+            yield {**row, "server": facts}
         sizes = bench.sizes
         for wanted, prompts, bursts, rows in (
             (args.cold, sizes.ttft, (), bench.ttft),
