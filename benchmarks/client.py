@@ -7,7 +7,7 @@ import json
 import time
 import urllib.parse
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,6 +33,13 @@ class Answer:
     first_token_s: float
     total_s: float
     arrivals: list[float] = field(default_factory=list)
+
+
+def deliveries(response: Iterable[bytes]) -> Iterator[tuple[float, bytes]]:
+    """Yield (time of `time.perf_counter`, line) of each delivery of a streamed answer."""
+    for line in response:
+        if line.startswith(b"data: {"):
+            yield time.perf_counter(), line
 
 
 class Client:
@@ -73,10 +80,9 @@ class Client:
             if response.status != 200:
                 raise RuntimeError(f"/generate of {prompt_tokens} tokens: {response.status} {response.read(500)!r}")
             arrivals, last = [], b""
-            for line in response:
-                if line.startswith(b"data: {"):
-                    arrivals.append(time.perf_counter())
-                    last = line
+            for now, line in deliveries(response):
+                arrivals.append(now)
+                last = line
         finally:
             connection.close()
         answer = json.loads(last[len(b"data: ") :] or b"{}")

@@ -21,16 +21,17 @@ MAX_REQUESTS = 256
 
 @dataclass(frozen=True)
 class Model:
-    """A model with its defaults. `memory` is the share of a GPU for weights and cache."""
+    """A model with its defaults. `memory` is the share of a GPU for weights and cache, `gpus` the least number."""
 
     folder: Path
     memory: float
     start_seconds: float
+    gpus: int
 
 
 MODELS = {
-    "flashshape": Model(CONFIGS / "flashshape", 0.6, 240),
-    "v4flash": Model(CONFIGS / "v4flash", 0.85, 420),
+    "flashshape": Model(CONFIGS / "flashshape", 0.6, 240, 1),
+    "v4flash": Model(CONFIGS / "v4flash", 0.85, 420, 2),
 }
 # Prefill graphs of SGLang whose sizes fit the loads of `benchmarks.turns`.
 BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
@@ -138,6 +139,8 @@ def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         options.error(f"--tp {args.tp} --dp {args.dp}: expected --dp to divide the {args.tp} GPUs evenly")
     if args.dry_run and (args.tp > 1 or args.gpus):
         options.error("--dry-run has one process on the CPU: leave out --tp, --dp and --gpus")
+    if args.tp < model.gpus and not (args.dry_run or args.url):
+        options.error(f"--model {args.model} --tp {args.tp}: expected at least {model.gpus} GPUs")
     if args.gpus and (not args.gpus.replace(",", "").isdigit() or len(args.gpus.split(",")) != args.tp):
         options.error(
             f"--gpus {args.gpus}: expected the numbers of {args.tp} GPUs, separated by commas, for --tp {args.tp}"

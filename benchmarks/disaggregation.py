@@ -34,6 +34,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import bench, command_line, ports, report
+from benchmarks.client import deliveries
 from benchmarks.servers import Server
 from dsv4_sglang.cli.client import samples
 
@@ -95,9 +96,9 @@ class Side:
 
     def generate(self, ids: Sequence[int], tokens: int) -> float:
         """Return the seconds until the answer was complete."""
-        start = time.monotonic()
+        start = time.perf_counter()
         self.server.request("/generate", self.body(ids, tokens), 300)
-        return time.monotonic() - start
+        return time.perf_counter() - start
 
     def stream(self, ids: Sequence[int], tokens: int, came: list[tuple[float, int]], end: threading.Event) -> None:
         """Record arrival times and token counts in `came` until `end` is set.
@@ -113,12 +114,11 @@ class Side:
         """
         with self.server.send("/generate", self.body(ids, tokens, stream=True)) as answer:
             last = b""
-            for line in answer:
+            for now, last in deliveries(answer):
                 if end.is_set():
                     return
-                if found := TOKENS.search(line):
-                    came.append((time.monotonic(), int(found[1])))
-                last = line.strip() or last
+                if found := TOKENS.search(last):
+                    came.append((now, int(found[1])))
         if not end.is_set():
             raise RuntimeError(f"a stream ended before its measurement was over; its last line: {last[:300]!r}")
 
@@ -209,7 +209,7 @@ class Bench(bench.Bench):
         for server in filter(None, (side.prefill, side.server)):
             server.wait(self.args.start_timeout)
             yield {"measure": "start s", "side": side.name, "at": server.name, "value": server.start_seconds}
-        start = time.monotonic()
+        start = time.perf_counter()
         # Run every measured shape once: kernels compile on first use, and the servers of a pair connect.
         for tokens in (self.plan.prompt, self.plan.disturbing, *self.plan.transfer):
             for _ in range(2):
@@ -217,18 +217,18 @@ class Bench(bench.Bench):
         with ThreadPoolExecutor(self.args.streams) as pool:
             prompts = [self.prompt(self.plan.prompt) for _ in range(self.args.streams)]
             list(pool.map(lambda ids: side.generate(ids, 32), prompts))
-        yield {"measure": "warm-up s", "side": side.name, "value": time.monotonic() - start}
+        yield {"measure": "warm-up s", "side": side.name, "value": time.perf_counter() - start}
 
     def disturb(self, side: Side, seconds: float) -> list[float]:
         """Send prompts at the given rate without waiting for answers. Return the seconds to the first token of each."""
-        period, start = 1 / self.args.rate, time.monotonic()
+        period, start = 1 / self.args.rate, time.perf_counter()
         with ThreadPoolExecutor(256) as pool:
             waiting = []
             for i in range(int(seconds * self.args.rate)):
-                time.sleep(max(0.0, start + i * period - time.monotonic()))
+                time.sleep(max(0.0, start + i * period - time.perf_counter()))
                 waiting.append(pool.submit(side.generate, self.prompt(self.plan.disturbing), 1))
-            time.sleep(max(0.0, start + seconds - time.monotonic()))
-            self.ended = time.monotonic()
+            time.sleep(max(0.0, start + seconds - time.perf_counter()))
+            self.ended = time.perf_counter()
             return [one.result() for one in waiting]
 
     def decode(self, side: Side) -> Iterator[dict[str, Any]]:
@@ -244,9 +244,9 @@ class Bench(bench.Bench):
                         if stream.done():
                             stream.result()
                     time.sleep(0.02)
-                start = time.monotonic()
+                start = time.perf_counter()
                 time.sleep(quiet)
-                middle = time.monotonic()
+                middle = time.perf_counter()
                 first = self.disturb(side, busy)
                 for stream in streams:
                     if stream.done():

@@ -194,6 +194,7 @@ FIGURES = {
     "decode tokens/s": ("value", "step_ms", "between_tokens_ms.p50", "between_tokens_ms.p95"),
     "decode": ("value", "between_tokens_ms.p50", "between_tokens_ms.p95"),
     "turnover tokens/s": ("value",),
+    "GPU step us (profiled)": ("value", "idle_us"),
     "trace": ("hit_of_ideal", "first_token_ms.p50", "first_token_ms.p95"),
     None: ("hit_of_ideal", "turn_s_p50"),
 }
@@ -245,7 +246,7 @@ def merged(found: Iterable[Figure], servers: Sequence[str]) -> list[str]:
     for server in servers:
         for name in ("commit", "flags"):
             of_server = sorted({getattr(figure, name) for figure in wanted if figure.subject == server})
-            if len(of_server) != 1:
+            if len(of_server) > 1:
                 raise ValueError(f"rows of {server} have {name} {of_server}; expected one, in files of their own")
     ours, other = servers
     lines = [f"| | {ours} | {other} | {ours} / {other} | starts |", "|---|---|---|---|---|"]
@@ -282,7 +283,10 @@ def main(argv: list[str] | None = None) -> int:
         options.error(f"--servers {args.servers}: expected two servers, separated by a comma")
     try:
         found = [figure for file in args.files for figure in figures(file)]
-        print(*merged([figure for figure in found if figure.commit.startswith(args.commit)], servers), sep="\n")
+        lines = merged([figure for figure in found if figure.commit.startswith(args.commit)], servers)
+        if len(lines) == 2:
+            raise ValueError(f"no row of {servers[0]} has a row of {servers[1]} beside it, on the same kind of GPU")
+        print(*lines, sep="\n")
     except (OSError, ValueError) as error:
         options.error(str(error))
     return 0

@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import bench, command_line, report, servers
+from benchmarks.client import deliveries
 from benchmarks.servers import Server
 
 
@@ -108,10 +109,8 @@ class Stream:
         sampling = {"temperature": 0, "max_new_tokens": self.count, "ignore_eos": True}
         body = {"input_ids": self.prompt, "sampling_params": sampling, "stream": True}
         with self.server.send("/generate", body, timeout=600) as response:
-            for line in response:
-                if not line.startswith(b"data: {"):
-                    continue
-                now, message = time.perf_counter(), json.loads(line[6:])
+            for now, line in deliveries(response):
+                message = json.loads(line[6:])
                 meta, self.answer = message["meta_info"], message["output_ids"]
                 self.cached = meta["cached_tokens"]
                 new = meta["completion_tokens"] - len(self.times)

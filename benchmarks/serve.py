@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
-import statistics
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,28 +137,6 @@ class Bench(bench.Bench):
                     yield from (base | row for row in getattr(self, measure)(server))
 
 
-def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return means over the starts, one column per server, and the ratio of ours to each other server."""
-    found: dict[tuple[str, Any], dict[str, list[float]]] = {}
-    for row in rows:
-        if row.get("value") is not None:
-            found.setdefault((row["measure"], row["at"]), {}).setdefault(row["subject"], []).append(row["value"])
-        if "step_ms" in row:
-            found.setdefault(("ms per step or speculative round", row["at"]), {}).setdefault(row["subject"], []).append(
-                row["step_ms"]
-            )
-    lines = []
-    for (measure, at), values in found.items():
-        line: dict[str, Any] = {"measure": measure, "at": at}
-        line |= {subject: statistics.fmean(of_subject) for subject, of_subject in values.items()}
-        line |= {f"{subject} starts": [round(v, 1) for v in of_subject] for subject, of_subject in values.items()}
-        for subject in values:
-            if line.get("ours") and subject != "ours":
-                line[f"ours / {subject}"] = line["ours"] / line[subject]
-        lines.append(line)
-    return lines
-
-
 def main(argv: list[str] | None = None) -> int:
     options = command_line.report_parser(__doc__)
     options.add_argument("--measure", default="decode,ttft", help=f"some of {', '.join(MEASURES)} (%(default)s)")
@@ -191,10 +168,11 @@ def main(argv: list[str] | None = None) -> int:
 
     for number, subject in command_line.orders(args):
         result.part(f"serve/{subject}/{number}", partial(shown, made.start(subject, number)))
-    others = [name for name in args.servers if name != "ours"]
-    columns = ["measure", "at", *args.servers, *(f"ours / {name}" for name in others)]
-    result.table("serving", [*columns, *(f"{name} starts" for name in args.servers)], compare(result.rows))
-    return result.close()
+    status = result.close()
+    for name in args.servers:
+        if name != "ours":
+            print(*report.merged(report.figures(result.path), ("ours", name)), sep="\n")
+    return status
 
 
 if __name__ == "__main__":

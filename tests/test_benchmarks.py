@@ -35,7 +35,6 @@ from benchmarks import (
     report,
     retract,
     run,
-    serve,
     servers,
     timing,
     traffic,
@@ -280,8 +279,9 @@ def test_three_starts_are_merged_by_pairs(tmp_path: Path, capsys: pytest.Capture
 
 def test_starts_on_different_gpus_are_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere = rows_of_start("2026-01-01", "sglang", 20.0, 80.0, gpu={"name": "GPU 2"})  # type: ignore[arg-type]
-    assert merge(tmp_path, [*rows_of_start("2026-01-01", "ours", 10.0, 90.0), *elsewhere]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    with pytest.raises(SystemExit):
+        merge(tmp_path, [*rows_of_start("2026-01-01", "ours", 10.0, 90.0), *elsewhere])
+    assert "no row of ours has a row of sglang beside it" in capsys.readouterr().err
 
 
 def test_rows_of_two_commits_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,7 +380,10 @@ def test_flags_of_the_served_configurations(tmp_path: Path) -> None:
     assert flag_value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
     graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--decode-log-interval")]
     assert (graphs[0], graphs[-1]) == ("1", "128")  # for one rank
-    assert bench.sizes_of(serve_arguments("--model", "v4flash", "--decode", "64,256")).decode == {64: 160, 256: 160}
+    assert bench.sizes_of(serve_arguments("--model", "v4flash", "--tp", "2", "--decode", "64,256")).decode == {
+        64: 160,
+        256: 160,
+    }
 
 
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
@@ -412,6 +415,7 @@ def test_every_second_start_reverses_the_servers() -> None:
         ("--decode 64,0", "--decode 64,0: expected numbers of 1 to 256 requests"),
         ("--servers theirs", "--servers theirs: expected some of ours, ours-eager"),
         ("--dry-run --servers theirs", "--servers theirs: expected some of ours, ours-eager"),
+        ("--model v4flash", "--model v4flash --tp 1: expected at least 2 GPUs"),
         ("--starts 0", "--starts 0: expected at least 1"),
         ("--dry-run --tp 2", "--dry-run has one process"),
         ("--flags=--max-runing-requests", "unknown flag --max-runing-requests; did you mean --max-running-requests?"),
@@ -459,15 +463,6 @@ def test_a_warm_up_ends_when_times_settle() -> None:
     halves = iter(2.0**-i for i in range(9))
     assert bench.settle(lambda: next(halves), faster=1.5, most=5) == 5
     assert bench.settle(lambda: 1.0, faster=3, most=1) == 1
-
-
-def test_rows_of_serve_are_compared_with_each_server() -> None:
-    rows = [
-        {"measure": "TTFT ms", "at": 64, "subject": subject, "value": value}
-        for subject, value in (("ours", 2.0), ("sglang", 4.0), ("sglang-best", 8.0), ("ours", 4.0))
-    ]
-    [line] = serve.compare(rows)
-    assert (line["ours"], line["ours / sglang"], line["ours / sglang-best"]) == (3.0, 0.75, 0.375)
 
 
 def test_times_between_tokens() -> None:
