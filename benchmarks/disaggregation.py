@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from benchmarks import bench, command_line, ports, report
@@ -39,6 +40,8 @@ from benchmarks.servers import Server
 from dsv4_sglang.cli.client import samples
 
 SIDES = ("apart", "tp")
+# Transfer backend on GPUs and in a dry run, and the module that it needs. No dependency installs one.
+NIXL, MOONCAKE = ("nixl", "nixl"), ("mooncake_tcp", "mooncake")
 TRANSFERS = "sglang:kv_transfer_"
 TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
@@ -195,7 +198,7 @@ class Bench(bench.Bench):
         """Return the servers of one side. A prefill and decode pair connects through the port `bootstrap`."""
         if name != "apart":
             return Side(name, self.of_side(name, *(() if self.args.dry_run else ("--tp-size", "2"))))
-        backend = "mooncake_tcp" if self.args.dry_run else "nixl"
+        backend = (MOONCAKE if self.args.dry_run else NIXL)[0]
         decode = () if self.args.dry_run else ("--base-gpu-id", "1")
         shared = "--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(bootstrap)
         return Side(
@@ -289,6 +292,9 @@ def main(argv: list[str] | None = None) -> int:
     command_line.resolve(options, args)
     if args.streams < 1 or args.rate <= 0:
         options.error(f"--streams {args.streams} --rate {args.rate}: expected numbers above 0")
+    backend, module = MOONCAKE if args.dry_run else NIXL
+    if find_spec(module) is None:
+        options.error(f"the transfer backend {backend} is not installed, see docs/guides/disaggregation.md")
     if args.dry_run:
         args.streams = min(args.streams, 2)
     made = Bench(args, args.out)

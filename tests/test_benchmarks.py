@@ -449,6 +449,15 @@ def test_programs_reject_arguments_before_a_start(
     assert error.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_a_missing_transfer_backend_is_named_before_a_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(disaggregation, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        disaggregation.main(["--dry-run"])
+    assert "the transfer backend mooncake_tcp is not installed" in capsys.readouterr().err
+
+
 def test_times_between_tokens_leave_out_the_first_quarter() -> None:
     arrivals = [0.0, 9.0, 10.0, 10.1, 10.2, 10.3, 10.4, 10.6]
     found = bench.between_tokens(Answer([0] * 8, 0, {}, 0.0, 10.6, arrivals))
