@@ -262,12 +262,6 @@ def running_now(log: str) -> int:
     return sum(lines[-1].requests for lines in decode_lines(log).values())
 
 
-def most_running(log: str) -> int:
-    """Return the maximum number of requests in a decode step, summed over ranks. Prefill lines are not used because
-    their counts may include finished requests."""
-    return sum(max(line.requests for line in lines) for lines in decode_lines(log).values())
-
-
 def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
     """Return the cache's tokens on each data parallel rank.
 
