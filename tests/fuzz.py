@@ -1,6 +1,6 @@
 """Run the lifecycle fuzzer (`tests/support/lifecycle.py`) against servers of every configuration, or a running server.
 
-    python tests/fuzz.py --requests 25000 --limit 540        # requests per configuration, seconds in total
+    python tests/fuzz.py --requests 25000 --seconds 540      # requests per configuration, seconds in total
     python tests/fuzz.py --configurations eagle --seed 7     # one configuration, a different list of operations
     python tests/fuzz.py --url http://127.0.0.1:30000        # a server with the option integrity_check
 
@@ -82,7 +82,7 @@ class Fuzz:
         self.names = [name for name in args.configurations.split(",") if name] or [
             name for name, of in CONFIGURATIONS.items() if self.cpu or of.gpus <= torch.cuda.device_count()
         ]
-        self.end, self.left = time.monotonic() + args.limit, len(self.names)
+        self.end, self.left = time.monotonic() + args.seconds, len(self.names)
         self.models, self.logs = report.scratch_folder("fuzz"), Path(args.out) / "logs"
 
     def model(self, nextn: bool) -> Path:
@@ -129,7 +129,7 @@ class Fuzz:
 
         ranks = len({one["dp_rank"] for one in Asked.at(self.args.url).integrity()})
         driver = Driver(self.args.url, self.args.seed, Shape(ranks=max(1, ranks), text=False))
-        yield summary(driver, self.play(driver, "url", self.args.limit))
+        yield summary(driver, self.play(driver, "url", self.args.seconds))
 
     def play(self, driver: Driver, name: str, limit: float) -> str | None:
         """Play the operations. Print a violation with the command that repeats it.
@@ -161,14 +161,14 @@ def main(argv: list[str] | None = None) -> int:
     options = command_line.report_parser(__doc__)
     options.add_argument("--configurations", default="", help=f"some of {', '.join(CONFIGURATIONS)} (all that fit)")
     options.add_argument("--requests", type=int, default=25_000, help="requests per configuration (%(default)s)")
-    options.add_argument("--limit", type=float, default=3600, help="total seconds, without shutdowns (%(default)s)")
     options.add_argument("--seed", type=int, default=1, help="seed of the operations (%(default)s)")
     options.add_argument("--url", default="", help="use the running server at this URL instead")
+    options.set_defaults(seconds=3600.0)
     args = options.parse_args(argv)
     fuzz = Fuzz(args)
     if unknown := [name for name in fuzz.names if name not in CONFIGURATIONS]:
         options.error(f"--configurations {unknown[0]!r}: expected some of {', '.join(CONFIGURATIONS)}")
-    result = report.Report("fuzz", args, {"seed": args.seed, "requests": args.requests, "limit": args.limit})
+    result = report.Report("fuzz", args, {"seed": args.seed, "requests": args.requests, "seconds": args.seconds})
     for name in ["url"] if args.url else fuzz.names:
         result.part(name, fuzz.url if args.url else partial(fuzz.configuration, name))
     columns = ["part", "requests", "bursts", "hits", "retractions", "host loads", "compared warm", "found"]
