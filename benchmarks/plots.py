@@ -149,6 +149,36 @@ def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
+def draw_prefix_simulation(axes: Any, rows: list[Row]) -> None:
+    """Draw the hit rate of each study, except that of the loads, with one line per setting and policy."""
+    studies = (
+        ("memory", "gigabytes", "Hit rate against memory, by active conversations", "memory for the cache, GB"),
+        ("loop", "conversations", "20,000-token conversations visited in turn, 20 GB", "conversations"),
+        ("interval", "interval", "Snapshot interval, 20 GB", "tokens between snapshots of long prefills"),
+        ("share", "share", "Share of memory in snapshots, 20 GB", "share"),
+    )
+    for axis, (name, x, title, label) in zip(axes.flat, studies):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in (row for row in rows if row["part"] == name):
+            setting = {
+                "memory": f"{row.get('active')}",
+                "loop": "",
+                "interval": f"{row.get('active')} active, share {row['share']}",
+                "share": f"{row.get('tokens')} tokens",
+            }[name]
+            key = f"{setting} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "this package"
+            lines.setdefault(key, []).append((row[x], row["hit"]))
+        for key, points in lines.items():
+            axis.plot(*zip(*points), marker="o", markersize=3, linestyle=":" if "LRU" in key else "-", label=key)
+        if name in ("memory", "interval"):
+            axis.set_xscale("log")
+        axis.set_title(title, fontsize=9)
+        axis.set(xlabel=label, ylabel="hit tokens / infinite cache's")
+        axis.set_ylim(0.75 if name in ("interval", "share") else 0, 1.01)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+
+
 DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "append": draw_append,
     "attend": draw_attend,
@@ -158,9 +188,10 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "oracle_distance": draw_oracle_distance,
     "prefix_trace": draw_prefix_trace,
     "tier_sweep": draw_tier_sweep,
+    "prefix_simulation": draw_prefix_simulation,
 }
-# Axes of a figure; one if not listed.
-PANELS = {"tier_sweep": 2}
+# Rows and columns of axes of a figure; one axis if not listed.
+PANELS = {"tier_sweep": (1, 2), "prefix_simulation": (2, 2)}
 
 
 def pyplot() -> Any:
@@ -200,7 +231,8 @@ def draw(results: Path, docs: Path) -> list[Path]:
         if loaded is None:
             continue
         rows, environment = loaded
-        figure, axes = plt.subplots(1, PANELS.get(name, 1), figsize=(8, 4), layout="constrained")
+        lines, columns = PANELS.get(name, (1, 1))
+        figure, axes = plt.subplots(lines, columns, figsize=(8, 4 * lines), layout="constrained")
         draw_rows(axes, rows)
         gpu = environment["gpu"].get("name", "computed")
         release = environment.get("versions", {}).get("sglang")

@@ -1,24 +1,25 @@
 """Simulate the hit rate against memory without a server: prefix tree, slots and policy under agent traces.
 
-python -m benchmarks.prefix_simulation               # every study, figures to docs/benchmarks/
-python -m benchmarks.prefix_simulation --what loop   # one study
+    python -m benchmarks.prefix_simulation [--parts loop,share] [--out DIR]
+
+Studies: `loop` (conversations visited in turn), `interval` (of snapshots in long prefills), `share` (of snapshots in
+memory), `memory` (and active conversations; half an hour, left out by --quick), `loads` (those of `prefix_trace`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from benchmarks import command_line, report
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from benchmarks.command_line import RESULTS
-from benchmarks.environment import ROOT
 from benchmarks.prefix_tree import FreeList, Node, PrefixTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
@@ -181,7 +182,7 @@ def simulate(
         "gigabytes": gigabytes,
         "share": share,
         "interval": interval,
-        "policy": "lru" if registry is LeastRecentlyUsed else "worth",
+        "policy": "lru" if registry is LeastRecentlyUsed else "ours",
         "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
         "lost": round(simulation.lost_tokens / simulation.ideal_tokens, 4),
         "rejected": simulation.rejected,
@@ -272,62 +273,17 @@ STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def plot(pyplot: Any, results: dict[str, list[Row]]) -> Any:
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
-    for axis, (name, x, title, label) in zip(
-        axes.flat,
-        (
-            ("memory", "gigabytes", "Hit rate against memory, by active conversations", "memory for the cache, GB"),
-            ("loop", "conversations", "20,000-token conversations visited in turn, 20 GB", "conversations"),
-            ("interval", "interval", "Snapshot interval, 20 GB", "tokens between snapshots of long prefills"),
-            ("share", "share", "Share of memory in snapshots, 20 GB", "share"),
-        ),
-    ):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in results.get(name, []):
-            parts = {
-                "memory": f"{row.get('active')}",
-                "loop": "",
-                "interval": f"{row.get('active')} active, share {row['share']}",
-                "share": f"{row.get('tokens')} tokens",
-            }[name]
-            lines.setdefault(f"{parts} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "this package", []).append(
-                (row[x], row["hit"])
-            )
-        for key, points in lines.items():
-            axis.plot(*zip(*points), marker="o", markersize=3, linestyle=":" if "LRU" in key else "-", label=key)
-        if name in ("memory", "interval"):
-            axis.set_xscale("log")
-        axis.set(title=title, xlabel=label, ylabel="hit tokens / infinite cache's")
-        axis.set_ylim(0.75 if name in ("interval", "share") else 0, 1.01)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    return figure
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the studies of the command line, replace their rows in the JSON file after each, and draw all rows."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to repeat (default: all)")
-    file = RESULTS / "prefix_simulation.json"
-    results: dict[str, list[Row]] = json.loads(file.read_text()) if file.is_file() else {}
-    for study in options.parse_args(argv).what or STUDIES:
-        if study != "plot":
-            results[study] = []
-            for row in STUDIES[study]():
-                print(row, flush=True)
-                results[study].append(row)
-            texts = (
-                f'"{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]"
-                for name, rows in results.items()
-            )
-            file.write_text("{\n" + ",\n".join(texts) + "\n}\n")
-    from benchmarks.plots import pyplot
-
-    figure = plot(pyplot(), results)
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "benchmarks" / "prefix_simulation.svg", metadata={"Date": None})
+def main(argv: list[str] | None = None) -> int:
+    args = command_line.report_parser(__doc__).parse_args(argv)
+    result = report.Report("prefix_simulation", args, {"share": SHARE, "interval": INTERVAL})
+    for name, study in STUDIES.items():
+        if not (args.quick and name == "memory"):
+            # A dry run simulates the first case of each study.
+            result.part(name, partial(islice, study(), 1) if args.dry_run else study)
+    columns = ["part", "active", "conversations", "tokens", "gigabytes", "share", "interval", "policy", "hit", "lost"]
+    result.table("share of the hits of an infinite cache", columns)
+    return result.close()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
