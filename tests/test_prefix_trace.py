@@ -204,6 +204,17 @@ def test_loads_after_the_deadline_are_named(server: FakeServer) -> None:
         next(measured)
 
 
+@pytest.mark.parametrize("loads", ["800+20x1", "800+20x2,900+20x1", "20000+200x8", "300000+20x1,20000+20x2"])
+def test_a_device_of_the_largest_load_holds_each_prompt(loads: str) -> None:
+    """SGLang rejects prompts beyond the context length, and a server whose pool holds less than that does not start."""
+    args = turns.parsed(["--out", "rows", "--tier", "host", "--loads", loads])
+    flags = turns.tier_flags(args)
+    tokens, context = (int(flags[flags.index(name) + 1]) for name in ("--max-total-tokens", "--context-length"))
+    filler = tokens // math.ceil(tokens / turns.FILLER_TOKENS) - 2 * turns.PAGE
+    prompts = [load.hit + turns.REMAINDER + load.new for load in args.loads]
+    assert max(filler, *prompts) + turns.ANSWER_TOKENS < context <= tokens
+
+
 @pytest.mark.parametrize("load", ["20000", "20000+x1", "200+20x1", "20000+0x1", "20000+20x0", "20000+20x1.5"])
 def test_loads_that_are_none_are_rejected(load: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
