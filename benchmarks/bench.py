@@ -156,17 +156,16 @@ class Bench:
         self.check_time()
         server = self.server(subject, label, base, **environment)
         with servers.running(server, min(self.args.start_timeout, self.seconds_left())):
-            yield (
-                server,
-                {
-                    "subject": subject,
-                    "flags": self.added(subject),
-                    "command": shlex.join(server.argv[1:]),
-                    "start_s": round(server.start_seconds, 1),
-                    "max_total_num_tokens": servers.max_total_tokens(server.url),
-                    **servers.sizes(server.lines()),
-                },
-            )
+            # Results name the model, not its folder on this machine.
+            words = [self.args.model if word == str(self.model) else word for word in server.argv[1:]]
+            facts = {
+                "subject": subject,
+                "flags": self.added(subject),
+                "command": shlex.join(words),
+                "start_s": round(server.start_seconds, 1),
+                "max_total_num_tokens": servers.max_total_tokens(server.url),
+            }
+            yield server, facts | servers.sizes(server.lines())
 
     @contextlib.contextmanager
     def served(

@@ -584,6 +584,56 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pyte
     assert process.poll() is not None and not folder.exists()
 
 
+def test_rows_have_the_facts_of_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They name the model and not its folder, which is different on each machine."""
+
+    def fake(model: Path, flags: list[str], ours: bool, cpu: bool) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-c", FAKE, "--model-path", str(model), *flags], {}
+
+    monkeypatch.setattr(servers, "command", fake)
+    made = bench.Bench(serve_arguments("--flags=--sleep-on-idle", "--start-timeout", str(LONG)), tmp_path)
+    with made.serving("sglang-best", "x", ["--context-length", "7"]) as (server, facts):
+        assert server.log == tmp_path / "logs" / "x-sglang-best.log" and server.log.is_file()
+    assert (facts["subject"], facts["max_total_num_tokens"]) == ("sglang-best", 1000)
+    assert facts["flags"] == f"{command_line.BEST_FLAGS} --sleep-on-idle" and facts["start_s"] > 0
+    of_program = "--model-path flashshape --load-format dummy --context-length 7"
+    assert facts["command"].endswith(f"{of_program} {facts['flags']}") and str(made.model) not in facts["command"]
+    made.args.deadline = 0.0
+    with pytest.raises(bench.OutOfTime), made.serving("ours", "x", []):
+        pass
+
+
+def test_rows_of_each_start_are_appended_and_failures_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that fails costs its rows only."""
+
+    def measure(subject: str, number: int) -> Iterator[dict[str, int]]:
+        yield {"value": number}
+        if (subject, number) == ("ours", 2):
+            raise RuntimeError("lost")
+        if number == 3:
+            raise bench.OutOfTime("skipped: more")
+        yield {"value": -number}
+
+    args = serve_arguments("--starts", "3", "--servers", "ours,sglang")
+    args.out, shown = tmp_path / "new" / "rows.jsonl", []
+    assert bench.append_rows(args, measure, lambda row, line: shown.append((row, line)), settings={"a": 1}) == 1
+    lines = args.out.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["start"], row["value"]) for row in rows] == [(1, 1), (1, -1)] * 2 + [
+        (2, 2),
+        (2, -2),
+        (2, 2),
+        (3, 3),
+        (3, 3),
+    ]
+    assert all(row["input"] == "ids" and row["settings"] == {"a": 1} and row["environment"]["commit"] for row in rows)
+    assert shown == [({"value": row["value"]}, line) for row, line in zip(rows, lines)]
+    said = capsys.readouterr().err
+    assert "ours failed: lost" in said and said.count("is over. skipped: more") == 2
+
+
 def test_a_server_that_ends_says_why(tmp_path: Path, only_ports: int) -> None:
     """The error contains the end of the log, and the port is free for the next server."""
     broken = [sys.executable, "-c", "print('ValueError: no such flag'); raise SystemExit(3)"]
