@@ -22,7 +22,7 @@ import torch
 from liveness import LONG, wait
 
 from benchmarks import (
-    attend,
+    attend_cases,
     bench,
     capacity,
     command_line,
@@ -99,9 +99,9 @@ def test_capacity_of_sglang_with_flags() -> None:
 
 def test_attention_products_give_the_measured_rate() -> None:
     """The measurement was 102.6 us at 209 TFLOP/s (Flash, top 512, 256 requests)."""
-    case = attend.Case("flash", 64, 512, "csa", 256, 131072)
+    case = attend_cases.Case("flash", 64, 512, "csa", 256, 131072)
     assert case.products() / 102.6e-6 / 1e12 == pytest.approx(209, rel=0.01)
-    chunk = attend.Case("flash", 64, 512, "hca", 1, 8192, chunk=8192)
+    chunk = attend_cases.Case("flash", 64, 512, "hca", 1, 8192, chunk=8192)
     assert chunk.lengths()[-1] == 64
     assert chunk.lengths()[126] == 0
     assert chunk.rows_read() == sum(min(t + 1, 128) + (t + 1) // 128 for t in range(8192))
