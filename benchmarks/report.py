@@ -203,9 +203,14 @@ CASE = ("measure", "load", "at", "loop", "pool", "conversations", "scenario", "p
 
 
 class Figure(NamedTuple):
-    """A figure of one start. `begun` is the date and the number of the start, by which starts are ordered."""
+    """A figure of one start.
 
-    gpu: str
+    Attributes:
+        where: GPU, model, and number of GPUs if there are several.
+        begun: date and number of the start, by which starts are ordered.
+    """
+
+    where: str
     commit: str
     subject: str
     flags: str
@@ -220,13 +225,16 @@ def figures(file: Path) -> Iterator[Figure]:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
     else:
         data = json.loads(file.read_text())
-        rows = [{"environment": data["environment"], **row} for row in data["rows"]]
+        rows = [{"environment": data["environment"], "settings": data["settings"], **row} for row in data["rows"]]
     for row in rows:
         environment, server = row["environment"], row.get("server", {})
+        settings = row.get("settings") or row.get("arguments") or {}
+        gpus = f"{settings['tp']} GPUs" if settings.get("tp", 1) > 1 else ""
+        where = filter(None, (environment["gpu"].get("name", "CPU"), settings.get("model"), gpus))
         # A part belongs to the case for traces only: in a report it names the server.
         case = " ".join(str(row[name]) for name in CASE if row.get(name) and (name != "part" or "scenario" in row))
         begun = environment["date"], row.get("start") or row.get("round") or 1
-        of_start = environment["gpu"].get("name", "CPU"), environment["commit"]
+        of_start = ", ".join(where), environment["commit"]
         of_server = server.get("subject") or row.get("subject") or "", server.get("flags") or row.get("flags") or ""
         for name in FIGURES.get(row.get("measure"), ()):
             value: Any = row
@@ -250,16 +258,16 @@ def merged(found: Iterable[Figure], servers: Sequence[str]) -> list[str]:
                 raise ValueError(f"rows of {server} have {name} {of_server}; expected one, in files of their own")
     ours, other = servers
     lines = [f"| | {ours} | {other} | {ours} / {other} | starts |", "|---|---|---|---|---|"]
-    for gpu, case in dict.fromkeys((figure.gpu, figure.case) for figure in wanted):
+    for where, case in dict.fromkeys((figure.where, figure.case) for figure in wanted):
         # The last row of a start counts.
         starts: list[dict[tuple[str, int], float]] = [
-            {f.begun: f.value for f in wanted if (f.gpu, f.case, f.subject) == (gpu, case, server)}
+            {f.begun: f.value for f in wanted if (f.where, f.case, f.subject) == (where, case, server)}
             for server in servers
         ]
         first, second = ([values[begun] for begun in sorted(values)] for values in starts)
         if first and second:
             ratios = [a / b for a, b in zip(first, second) if b]
-            cells = [f"{case} ({gpu})", *map(spread_text, (first, second, ratios)), f"{len(first)} and {len(second)}"]
+            cells = [f"{case} ({where})", *map(spread_text, (first, second, ratios)), f"{len(first)} and {len(second)}"]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -285,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
         found = [figure for file in args.files for figure in figures(file)]
         lines = merged([figure for figure in found if figure.commit.startswith(args.commit)], servers)
         if len(lines) == 2:
-            raise ValueError(f"no row of {servers[0]} has a row of {servers[1]} beside it, on the same kind of GPU")
+            raise ValueError(f"no row of {servers[0]} has a row of {servers[1]} beside it, of the same model and GPU")
         print(*lines, sep="\n")
     except (OSError, ValueError) as error:
         options.error(str(error))

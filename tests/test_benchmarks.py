@@ -243,11 +243,14 @@ def test_figures_of_the_pages_are_those_of_the_results(tmp_path: Path) -> None:
 # Merged starts
 
 
-def rows_of_start(date: str, subject: str, first: float, rate: float, **environment: str) -> list[dict]:
+def rows_of_start(
+    date: str, subject: str, first: float, rate: float, model: str = "m", **environment: object
+) -> list[dict]:
     """Return rows as `turns` writes them, of one start."""
     common = {
         "environment": {"date": date, "commit": "abc", "gpu": {"name": "GPU 1"}, **environment},
         "server": {"subject": subject, "flags": ""},
+        "settings": {"model": model, "tp": 2},
         "start": 1,
     }
     times = {"p50": first, "p95": 2 * first}
@@ -270,15 +273,19 @@ def test_three_starts_are_merged_by_pairs(tmp_path: Path, capsys: pytest.Capture
     assert merge(tmp_path, [row for rows in [*ours, *theirs] for row in rows]) == 0
     lines = capsys.readouterr().out.splitlines()
     case, mine, other, ratio, starts = [cell.strip() for cell in lines[2].strip("|").split("|")]
-    assert (case, starts) == ("turn 20+2x1 device, first_token_ms.p50 (GPU 1)", "3 and 3")
+    assert (case, starts) == ("turn 20+2x1 device, first_token_ms.p50 (GPU 1, m, 2 GPUs)", "3 and 3")
     assert (mine, other, ratio) == ("10 (5 to 30)", "30 (10 to 40)", "0.5 (0.25 to 1)")
     assert (
-        lines[-1] == "| decode tokens/s 16 (GPU 1) | 100 (100 to 100) | 80 (80 to 80) | 1.25 (1.25 to 1.25) | 3 and 3 |"
+        lines[-1]
+        == "| decode tokens/s 16 (GPU 1, m, 2 GPUs) | 100 (100 to 100) | 80 (80 to 80) | 1.25 (1.25 to 1.25) | 3 and 3 |"
     )
 
 
-def test_starts_on_different_gpus_are_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    elsewhere = rows_of_start("2026-01-01", "sglang", 20.0, 80.0, gpu={"name": "GPU 2"})  # type: ignore[arg-type]
+@pytest.mark.parametrize("other", [{"gpu": {"name": "GPU 2"}}, {"model": "n"}])
+def test_starts_on_another_gpu_or_model_are_no_pair(
+    other: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = rows_of_start("2026-01-01", "sglang", 20.0, 80.0, **other)
     with pytest.raises(SystemExit):
         merge(tmp_path, [*rows_of_start("2026-01-01", "ours", 10.0, 90.0), *elsewhere])
     assert "no row of ours has a row of sglang beside it" in capsys.readouterr().err
@@ -296,7 +303,7 @@ def test_rows_of_two_commits_are_not_merged(tmp_path: Path, capsys: pytest.Captu
 
 def test_published_rows_can_be_merged(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(RESULTS / "serve.json"), "--servers", "ours,in-tree"]) == 0
-    assert "decode tokens/s 256 (NVIDIA H200) | 28,473 (28,443 to 28,503) |" in capsys.readouterr().out
+    assert "decode tokens/s 256 (NVIDIA H200, flashshape) | 28,473 (28,443 to 28,503) |" in capsys.readouterr().out
 
 
 # Servers
