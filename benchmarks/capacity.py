@@ -32,7 +32,7 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.planner.ask_sglang import in_tree_capacity
 from dsv4_sglang.planner.models import CONFIGS as RELEASED
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import MAX_STAGING, StateDemand
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.environment import ROOT
-from dsv4_sglang.srt.integration.flag_names import reject_unknown
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.flag_names import reject_unknown
 
 RESULTS = ROOT / "benchmarks" / "results"
 CONFIGS = ROOT / "benchmarks" / "configs"

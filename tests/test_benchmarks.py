@@ -44,7 +44,7 @@ from benchmarks.client import Answer
 from benchmarks.command_line import RESULTS
 from benchmarks.environment import ROOT
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.integration.launch_command import flag_value
+from dsv4_sglang.srt.launch.command import flag_value
 from dsv4_sglang.srt.memory import sizing
 
 FLASH = DSV4Config.flash()

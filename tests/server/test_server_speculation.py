@@ -27,7 +27,7 @@ from server_harness import (
 from server_plugin import broken
 from transformers import DynamicCache
 
-from dsv4_sglang.srt.integration.server_context import GREEDY_ON_CPU
+from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
