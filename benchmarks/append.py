@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import loads, report, timing, traffic
+from benchmarks import command_line, loads, report, timing, traffic
 from benchmarks.append_in_tree import InTree, compile_kernels
 from benchmarks.append_ours import Inputs, Ours, ops_for, random_inputs
 from benchmarks.loads import Load
@@ -203,7 +203,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     bench = Bench(args)
     result = report.Report("append", args, {"context": bench.context, "samples": bench.samples})
     if "copy_gbs" not in result.data["facts"]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import report, tables, timing
+from benchmarks import command_line, report, tables, timing
 from benchmarks.append_ours import ops_for
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.model.config import DSV4Config
@@ -297,7 +297,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     device = torch.device("cpu" if args.dry_run else "cuda")
     samples = 10 if args.quick else 20
     result = report.Report("index", args, {"layers": LAYERS, "samples": samples})

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report, timing
+from benchmarks import command_line, report, timing
 from dsv4_sglang.attention.metadata import build_decode, gather_decode
 from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
@@ -169,7 +169,7 @@ def measure(kind: Any, subject: str, batch: int, context: int, device: torch.dev
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     device = resolve_device("cpu" if args.dry_run else "cuda")
     result = report.Report("step", args)
     kinds = {"ours": Ours} if args.dry_run else {"ours": Ours, "in-tree": InTree}
