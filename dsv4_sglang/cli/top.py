@@ -111,7 +111,7 @@ def share(part: float | None, whole: float | None) -> str:
     return f"{100 * part / whole:.1f} %" if part is not None and whole else NONE
 
 
-def bar(*parts: tuple[float, str], whole: float, width: int = 24) -> Text:
+def bar(*parts: tuple[float, str], whole: float, width: int = 20) -> Text:
     """Draw parts of a whole as a bar. Each part has its own character too, for terminals without colours.
 
     Args:
@@ -195,17 +195,17 @@ def _host(page: Page) -> Iterator[tuple[str, Text]]:
     yield "host evicted", _line(_by(page, "host_snapshots_evicted_total", (SLOTS, BLOCKS), "for "))
 
 
-def _rank(page: Page, rank: str) -> Text:
-    """Draw how much of the prompts' tokens one DP attention rank found, and its running requests."""
-    hit, prompts = page.get(HITS, rank=rank), page.get(PROMPTS, rank=rank)
-    running = scaled(page.get(f"{SGLANG_PREFIX}num_running_reqs", rank=rank))
-    return _line(
-        f"rank {rank}", bar((hit, "green"), whole=prompts, width=8), f"{share(hit, prompts)}, {running} running"
-    )
+def _ranks(page: Page) -> Iterator[Text]:
+    """Yield the part of the prompts' tokens that each DP attention rank found, and its running requests."""
+    for rank in page.ranks:
+        hit, prompts = page.get(HITS, rank=rank), page.get(PROMPTS, rank=rank)
+        running = scaled(page.get(f"{SGLANG_PREFIX}num_running_reqs", rank=rank))
+        drawn = bar((hit, "green"), whole=prompts, width=8)
+        yield _line(f"[bold]rank {rank}[/]", drawn, f"{share(hit, prompts)}, {running} running")
 
 
 def frame(page: Page, url: str) -> Group:
-    """Draw one frame: sums over all ranks and, if there are several, two ranks a line.
+    """Draw one frame: sums over all ranks and, if there are several, the hit rate of each, two ranks a line.
 
     A frame with up to eight ranks fits into 80 columns and 20 lines.
     """
@@ -214,18 +214,18 @@ def frame(page: Page, url: str) -> Group:
     from rich.text import Text
 
     title = Text(f"{time.strftime('%H:%M:%S')}  dsv4-sglang {page.version}  {url}", "bold")
+    title.no_wrap, title.overflow = True, "ellipsis"
     lines, ranks = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
-    lines.add_column(style="bold")
+    lines.add_column(style="bold", no_wrap=True)
+    lines.add_column(no_wrap=True)
     for label, text in (*_gpu(page), *(_host(page) if page.has(f"{PREFIX}host_tokens") else ())):
         lines.add_row(label, text)
-    found = [_rank(page, rank) for rank in page.ranks] if len(page.ranks) > 1 else []
+    if len(page.ranks) == 1:
+        return Group(title, lines)
+    found = [*_ranks(page)]
     for first in range(0, len(found), 2):
         ranks.add_row(*found[first : first + 2])
-    for table in (lines, ranks):
-        for column in table.columns:
-            column.no_wrap = True
-    title.no_wrap, title.overflow = True, "ellipsis"
-    return Group(title, lines, ranks)
+    return Group(title, lines, Text("hit rate since start, by rank", "bold"), ranks)
 
 
 def _frames(server: Server, interval: float) -> Iterator[Any]:
