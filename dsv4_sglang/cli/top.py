@@ -96,7 +96,7 @@ class Page:
 def scaled(value: float, unit: str = "") -> str:
     """Format an amount with a decimal prefix and three digits: 1,234, 21.6 M, 5.24 GB."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor and (unit or value >= 1e4):
+        if value >= 0.9995 * factor and (unit or value >= 1e4):  # 999,999 is 1.00 M
             amount = value / factor
             return f"{amount:.{max(0, 3 - len(f'{amount:.0f}'))}f} {prefix}{unit}"
     return f"{value:,.0f} {unit}".rstrip()
@@ -200,7 +200,7 @@ def _ranks(page: Page) -> Iterator[Text]:
     for rank in page.ranks:
         hit, prompts = page.get(HITS, rank=rank), page.get(PROMPTS, rank=rank)
         running = scaled(page.get(f"{SGLANG_PREFIX}num_running_reqs", rank=rank))
-        drawn = bar((hit, "green"), whole=prompts, width=8)
+        drawn = bar((hit, "green"), whole=prompts, width=6)
         yield _line(f"[bold]rank {rank}[/]", drawn, f"{share(hit, prompts)}, {running} running")
 
 
