@@ -171,14 +171,9 @@ class HostCacheContract(ABC):
 
     The way of a snapshot: the component marks it (`mark_for_saving`), `HostSaves` plans its save when it is due or
     before its eviction, `HostEvictions` makes room, and the copy runs behind the steps. `HostCopy` has its states.
+    SGLang calls `check_hicache_events` once per scheduler iteration: it finishes the copies that have ended, after which
+    their nodes can be evicted, and starts the saves that are due.
     """
-
-    @abstractmethod
-    def check_hicache_events(self) -> None:
-        """Finish saves and loads that have ended, and start the saves that are due.
-
-        Called by SGLang once per scheduler iteration. Nodes of finished saves can be evicted afterwards.
-        """
 
     @abstractmethod
     def finish_saves(self) -> bool:
