@@ -6,6 +6,7 @@ import heapq
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from eviction_scan import check_next_slot, check_sizes, priority
 from prefix_tree_server import BLOCK, TIMES, TreeServer, without_a_server
@@ -20,6 +21,7 @@ from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 CAPACITY, ROWS = 24, 8
+DEVICE = range(1, CAPACITY + 1)
 
 
 class RandomRegistry:

@@ -171,7 +171,7 @@ class HostCacheContract(ABC):
 
     The way of a snapshot: the component marks it (`mark_for_saving`), `HostSaves` plans its save when it is due or
     before its eviction, `HostEvictions` makes room, and the copy runs behind the steps. `HostCopy` has its states.
-    SGLang calls `check_hicache_events` once per scheduler iteration: it finishes the copies that have ended, after which
+    SGLang calls `check_hicache_events` once per scheduler iteration: it finishes the copies that have ended, so that
     their nodes can be evicted, and starts the saves that are due.
     """
 
