@@ -33,7 +33,9 @@ from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
 from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
-from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending, component_of
+from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.prefix_cache.placement import Due
+from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING, Pending
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 # Factor on the number of steps of the random tests (docs/design/integrity.md).
@@ -310,7 +312,7 @@ class TreeServer(BlockOwner):
     def launch_prefill(self, request: Request) -> None:
         begin, end = len(request.prefix_indices), min(len(request.prefix_indices) + self.chunk, request.prompt)
         request.extend_range = SimpleNamespace(start=begin, end=end, length=end - begin)
-        taken = self.component.plan_prefill(request, room=5)
+        taken = self.component.planner.plan_prefill(request, room=5)
         self._compute(request, end)
         for length, slot in taken:
             self.state_content[slot] = self.path(request, length)
@@ -369,8 +371,8 @@ class TreeServer(BlockOwner):
 
     def press(self, blocks: int, snapshots: int) -> None:
         self._make_room(min(blocks, self.blocks))
-        due = component_module.Due(BLOCK, True)
-        taken = [slot for slot in [self.component._take(due) for _ in range(snapshots)] if slot]
+        due = Due(BLOCK, True)
+        taken = [slot for slot in [self.component.planner._take(due) for _ in range(snapshots)] if slot]
         self.component.slots.give_back(taken)
 
     def keep_back(self) -> None:

@@ -113,9 +113,9 @@ def test_the_rest_of_a_line_of_which_the_host_has_nothing(folder: Path, restarte
         server.serve(longer)
     with restarted(host_blocks=host_blocks) as server:
         assert server.serve(PROMPT) == 0
-        assert server.cache.evict_host(120 * BLOCK) > 0 == server.cache.full_kv_pool_host.held
+        assert server.cache.evict_host(120 * BLOCK) > 0 == server.cache.full_kv_pool_host.used_rows
         server.check()
-        assert server.prefetch(longer) > 0 < server.cache.full_kv_pool_host.held
+        assert server.prefetch(longer) > 0 < server.cache.full_kv_pool_host.used_rows
         server.check()
         server._make_room(40)
         server.check()
@@ -239,7 +239,7 @@ def fetched(server: HostCacheServer, tokens: list[int]) -> int:
 
 
 def host_held(server: HostCacheServer) -> tuple[int, int]:
-    return server.cache.full_kv_pool_host.held, server.cache.mamba_pool_host.held
+    return server.cache.full_kv_pool_host.used_rows, server.cache.mamba_pool_host.used_rows
 
 
 @pytest.mark.parametrize("storage", ["file"], indirect=True)

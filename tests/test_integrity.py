@@ -16,8 +16,9 @@ from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.srt.features import integrity
 from dsv4_sglang.srt.features.integrity import Pool, audit
-from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending
 from dsv4_sglang.srt.prefix_cache.eviction_order import Entry
+from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
+from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING, Pending
 
 
 @pytest.fixture
@@ -145,24 +146,24 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
         r"snapshot \d+: its locks: the registry has 1, the tree 0",
     ),
     "a copy that the registry does not know": (
-        lambda s: s.component.slots.registry.copied.__setitem__(int(mamba(s).value), False),
+        lambda s: s.component.slots.registry.copies.apply(CopyEvent.LOSE, int(mamba(s).value)),
         r"its host copy: the registry has False, the tree True",
     ),
     "a snapshot that the slots have forgotten": (forgotten_node, r"attached to node \d+, but the slots have another"),
     "a snapshot that the registry has forgotten": (
-        lambda s: s.component.slots.registry.held.__setitem__(int(mamba(s).value), False),
+        lambda s: s.component.slots.registry.in_registry.__setitem__(int(mamba(s).value), False),
         r"attached to node \d+, but missing in the registry",
     ),
     "a snapshot without a node": (
-        lambda s: s.component.slots.registry.held.__setitem__(14, True),
+        lambda s: s.component.slots.registry.in_registry.__setitem__(14, True),
         "snapshot 14: in the slots or the registry, but on no node of the tree",
     ),
     "a snapshot that the order of slots has lost": (
-        lambda s: s.component.slots.registry._for_slots.drop(int(mamba(s).value)),
+        lambda s: s.component.slots.registry.policy._for_slots.drop(int(mamba(s).value)),
         r"snapshot \d+: its place in an eviction order",
     ),
     "a snapshot in the order of slots that is none": (
-        lambda s: s.component.slots.registry._for_slots.put(14, Entry(1, 0.0, 1.0)),
+        lambda s: s.component.slots.registry.policy._for_slots.put(14, Entry(1, 0.0, 1.0)),
         r"snapshot 14: its place in an eviction order",
     ),
     "a leaf that the order has lost": (
@@ -170,7 +171,7 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
         r"node \d+: the order of leaves and the tree differ",
     ),
     "a snapshot in the order of leaves that is at no leaf": (
-        lambda s: s.component.slots.registry.at_leaf(14, True),
+        lambda s: s.component.slots.registry.policy.at_leaf(14, True),
         r"node \d+: the order of leaves and the tree differ",
     ),
     "a size that is not the tree's": (

@@ -333,7 +333,7 @@ def test_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*(total(name) for name in names), *hits, total("snapshot_copied_bytes") / BYTES]
 
     assert server.serve(prompt) == 0
-    taken = component.metrics.held
+    taken = component.metrics.used_slots
     assert taken and counts() == [700, 0, taken, 0, 0, 0, 0, 0, taken]
     assert server.serve(prompt) == 5 * BLOCK
     assert counts() == [1400, 1, taken, 0, 0, 5 * BLOCK, 0, 0, taken + 1]
@@ -342,4 +342,4 @@ def test_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         server.serve([900 + i] * 300)
     evicted = [total("snapshots_evicted", reason) for reason in metrics.REASONS]
     assert total("snapshots_evicted") == sum(evicted) > 40
-    assert total("snapshots_taken") == component.metrics.held + sum(evicted), "each is held or was evicted"
+    assert total("snapshots_taken") == component.metrics.used_slots + sum(evicted), "each is held or was evicted"

@@ -13,8 +13,9 @@ from prefix_tree_server import BLOCK, TIMES, Request, TreeServer, without_a_serv
 from benchmarks.agent_trace import Turn
 from benchmarks.prefix_simulation import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
-from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache.metrics import WAITING
+from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING
 
 
 @pytest.fixture(autouse=True)
@@ -127,9 +128,13 @@ def test_evicted_snapshots_are_counted_by_reason(blocks: int, slots: int, reason
     server = TreeServer(blocks=8, snapshots=20, interval=2, chunk=30)
     run(server, list(range(5)), tail=44)
     metrics = server.component.metrics
-    assert (metrics.held, metrics.total("snapshots_evicted")) == (3, 0)
+    assert (metrics.used_slots, metrics.total("snapshots_evicted")) == (3, 0)
     server.press(blocks, slots)
-    assert (metrics.held, metrics.total("snapshots_evicted", reason), metrics.total("snapshots_evicted")) == (0, 3, 3)
+    assert (metrics.used_slots, metrics.total("snapshots_evicted", reason), metrics.total("snapshots_evicted")) == (
+        0,
+        3,
+        3,
+    )
 
 
 def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
@@ -158,7 +163,7 @@ def test_the_step_past_the_end_leaves_nothing() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30)
     request = started(server, [1, 2, 3], tail=0)
     server.decode(request, 50)
-    past = server.component.plan_decode(request, 5 * BLOCK)
+    past = server.component.planner.plan_decode(request, 5 * BLOCK)
     server.state_content[past] = (1, 2, 3)
     server.finish(request)
     server.check()
@@ -170,7 +175,7 @@ def test_a_step_with_little_room_takes_the_end_of_the_prompt() -> None:
     request = server.admit(list(range(9)))
     assert request is not None
     request.extend_range.end = request.prompt
-    assert [length for length, _ in server.component.plan_prefill(request, room=1)] == [9 * BLOCK]
+    assert [length for length, _ in server.component.planner.plan_prefill(request, room=1)] == [9 * BLOCK]
 
 
 def test_a_step_with_little_room_takes_the_branch_point_before_others() -> None:
@@ -180,7 +185,7 @@ def test_a_step_with_little_room_takes_the_branch_point_before_others() -> None:
     request = server.admit(list(range(9)))
     assert request is not None and request.mamba_branching_seqlen == 5 * BLOCK
     request.extend_range.end = request.prompt
-    taken = server.component.plan_prefill(request, room=3)
+    taken = server.component.planner.plan_prefill(request, room=3)
     assert [length for length, _ in taken] == [5 * BLOCK, 8 * BLOCK, 9 * BLOCK]
 
 
@@ -211,7 +216,7 @@ def test_kept_snapshots_of_a_generation_stay() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=2, chunk=30)
     run(server, [1], tail=5, decode=5)
     held = server.component.slots.registry
-    assert sorted(held.length[held.held].tolist()) == [n * BLOCK for n in (1, 2, 4, 6)]
+    assert sorted(held.length[held.in_registry].tolist()) == [n * BLOCK for n in (1, 2, 4, 6)]
 
 
 def test_ghost_hits_stay_in_their_name_space() -> None:
@@ -221,10 +226,10 @@ def test_ghost_hits_stay_in_their_name_space() -> None:
         request = server.admit([1, 2, 3])
         assert request is not None
         request.extra_key = space
-        before = server.component.slots.registry._used_after
+        before = server.component.slots.registry.reuse.mean_reuse_wait
         server.prefill_all(request)
         server.finish(request)
-        return server.component.slots.registry._used_after - before
+        return server.component.slots.registry.reuse.mean_reuse_wait - before
 
     visit("a")
     server.press(64, 0)
@@ -248,7 +253,7 @@ def test_nothing_of_a_request_stays_after_its_end() -> None:
     request = started(server, [1, 2, 3])
     assert server.decode(request, 50)
     server.finish(request)
-    assert getattr(request, component_module.PENDING) is None and getattr(request, component_module.WAITING) is None
+    assert getattr(request, PENDING) is None and getattr(request, WAITING) is None
     slots = server.component.slots
     assert slots.available_size() + len(slots.nodes) == slots.num_slots
     with pytest.raises(ValueError, match="21 slots are free of 20"):
@@ -334,7 +339,7 @@ def test_a_flush_empties_the_orders_of_eviction() -> None:
     server.flush()
     server.check()
     leaves = server.cache.tree_core.evictable_device_leaves
-    assert not leaves and leaves.first() is None and not server.component.slots.registry.leaves.entries
+    assert not leaves and leaves.first() is None and not server.component.slots.registry.policy.leaves.entries
     run(server, [5, 6])
     assert [leaves.first()] == list(server.component.slots.nodes.values())
 
@@ -405,7 +410,7 @@ def test_what_is_counted() -> None:
     count = metrics.total
     assert (count("hit_tokens"), count("lost_tokens")) == (0, 2 * BLOCK), "no snapshot at the branch yet"
     # The ends of both prompts, and the branch.
-    assert (count("snapshots_taken"), metrics.held, count("snapshot_copied_bytes")) == (3, 3, 30)
+    assert (count("snapshots_taken"), metrics.used_slots, count("snapshot_copied_bytes")) == (3, 3, 30)
     run(server, [1, 2, 5], decode=1)
     assert (count("hit_tokens", "device"), count("snapshots_resumed")) == (2 * BLOCK, 1)
     # The end of the prompt and a rolling snapshot each evicted a snapshot.

@@ -13,7 +13,7 @@ from scheduler_in_process import Answer, Asked, Child, InProcess
 from speculation_judge import Judge, apart, cold, prompt
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import HostSnapshotPool
+from dsv4_sglang.cache.host_rows import HostSnapshotPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.srt.attention import backend
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend

@@ -62,7 +62,7 @@ class Verifying:
         if need > request.allocated:
             server._allocate(request, need)
         taken = component.metrics.total("snapshots_taken")
-        slot = component.plan_verify(request, self.draft_tokens)
+        slot = component.planner.plan_verify(request, self.draft_tokens)
         if component.metrics.total("snapshots_taken") > taken:
             server.state_content[slot] = NOT_WRITTEN
         request.output_ids.extend([ROLLING + 1] * (after + 1 - len(request.full_untruncated_fill_ids)))

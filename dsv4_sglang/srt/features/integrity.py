@@ -96,7 +96,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         cache: tree cache of the scheduler.
         requests: all requests that may hold memory: running, in a step, between chunks, or waiting.
     """
-    from dsv4_sglang.srt.prefix_cache.component import PENDING
+    from dsv4_sglang.srt.prefix_cache.request_snapshots import PENDING
 
     held_by, tables, allocator = list(requests), cache.req_to_token_pool, cache.token_to_kv_pool_allocator
     tree = _Tree(cache) if hasattr(cache, "tree_core") else None  # none with --disable-radix-cache
@@ -330,7 +330,7 @@ class _Tree:
                 ("its length", registry.length[place], length),
                 ("the snapshot before it", registry.previous[place], previous),
                 ("its locks", registry.locks[place], mamba.lock_ref),
-                ("its host copy", bool(registry.copied[place]), both),
+                ("its host copy", registry.copies.is_saved(place), both),
             ):
                 if listed != there:
                     yield Finding(f"snapshot {place}", f"{name}: the registry has {listed}, the tree {there}")
@@ -339,11 +339,11 @@ class _Tree:
                 yield Finding(
                     f"snapshot {place}", f"attached to node {node.id}, but the slots have another node or none"
                 )
-        for place in sorted({*slots.nodes, *registry.held.nonzero()[0].tolist()} - places.keys()):
+        for place in sorted({*slots.nodes, *registry.in_registry.nonzero()[0].tolist()} - places.keys()):
             yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
-        for place in sorted(place for place in places if not registry.held[place]):
+        for place in sorted(place for place in places if not registry.in_registry[place]):
             yield Finding(f"snapshot {place}", f"attached to node {places[place].id}, but missing in the registry")
-        for place in registry.misplaced():
+        for place in registry.policy.misplaced():
             yield Finding(f"snapshot {place}", "its place in an eviction order is not that of its columns")
         for node_id in self.cache.tree_core.evictable_device_leaves.misplaced():
             yield Finding(f"node {node_id}", "the order of leaves and the tree differ")
@@ -354,7 +354,7 @@ class _Tree:
             return
         from dsv4_sglang.srt.prefix_cache.events import announced_by_rule
 
-        self.cache.events.settle()
+        self.cache.events.publish_changes()
         for medium, there in announced_by_rule(self.root).items():
             announced = self.cache.events.announced[medium]
             for block in sorted(announced - there):

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
+from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots

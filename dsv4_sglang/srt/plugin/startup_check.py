@@ -64,8 +64,9 @@ def _prefix_cache(scheduler: Any) -> Expected:
 
     from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
     from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
+    from dsv4_sglang.srt.prefix_cache.block_component import BlockComponent
     from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
-    from dsv4_sglang.srt.prefix_cache.component import BlockComponent, SnapshotComponent
+    from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
 
     args, tree = current_flags(scheduler.server_args), scheduler.tree_cache
     if args.disable_radix_cache:

@@ -67,7 +67,7 @@ class Entry(NamedTuple):
     cost: float
 
     def score(self, now: int, mean_interval: float) -> float:
-        """Return the eviction score, as in `SnapshotRegistry.eviction_score`."""
+        """Return the eviction score, as in `EvictionPolicy.eviction_score`."""
         reuse_interval = max(float(now - self.last), self.interval or mean_interval, 1.0) * (1 + TIE * self.last)
         return reuse_interval / self.cost
 

@@ -63,7 +63,7 @@ def plan_request(batch: Any, req: Any) -> Any:
     """REPLACE `targets.TRACK_REQUEST`: plan the snapshots of one request."""
     plan = getattr(batch, PLAN)
     room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
-    taken = component_of(batch.tree_cache).plan_prefill(req, room)
+    taken = component_of(batch.tree_cache).planner.plan_prefill(req, room)
     plan.append(taken)
     return track_entry(bool(taken))
 
@@ -84,17 +84,17 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
         )
         return
     note_track_positions(batch)
-    component = component_of(batch.tree_cache)
+    planner = component_of(batch.tree_cache).planner
     at = batch.seq_lens_cpu % BLOCK
     for row in torch.nonzero(at == 2).flatten().tolist():
-        component.settle(batch.reqs[row])
+        planner.free_replaced(batch.reqs[row])
     due = torch.nonzero(at == 0).flatten().tolist()
     if not due:
         batch.mamba_track_indices = torch.zeros(len(batch.reqs), dtype=torch.int64, device=batch.device)
         return
     slots = torch.zeros(len(batch.reqs), dtype=torch.int64)
     for row in due:
-        slots[row] = component.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
+        slots[row] = planner.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
 
 
@@ -103,9 +103,9 @@ def plan_verify(original: Callable[..., None], batch: Any) -> None:
     original(batch)
     if not isinstance(batch.tree_cache, PrefixCache):
         return
-    component = component_of(batch.tree_cache)
+    planner = component_of(batch.tree_cache).planner
     draft_tokens = get_spec().speculative_num_draft_tokens
-    setattr(batch, VERIFY_PLAN, [component.plan_verify(req, draft_tokens) for req in batch.reqs])
+    setattr(batch, VERIFY_PLAN, [planner.plan_verify(req, draft_tokens) for req in batch.reqs])
 
 
 def retract_for_memory(original: Callable[..., Any], batch: Any, idx: int, *arguments: Any, **named: Any) -> Any:

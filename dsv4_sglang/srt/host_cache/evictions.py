@@ -1,0 +1,136 @@
+"""Evictions from the host: which memory is freed first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from dsv4_sglang.srt.prefix_cache import metrics
+from dsv4_sglang.srt.sglang.tree import evict_from_host
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
+    from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+
+
+class HostEvictionOrder:
+    """The snapshots with a copy on the host in the order in which the host evicts them.
+
+    The order is that of the values at the start. Nodes that become the end of a path meanwhile are inserted with
+    `insert`, since an eviction frees the blocks of ends only.
+    """
+
+    def __init__(self, policy: EvictionPolicy, *, for_rows: bool, below: int) -> None:
+        """Create the order.
+
+        Args:
+            policy: policy of the registry.
+            for_rows: rows of snapshots are needed; if False, blocks are.
+            below: number of a snapshot. If not 0, only snapshots of less value are in the order.
+        """
+        self._values = policy.host_values(for_rows=for_rows)
+        self._below = abs(self._values[below]) if below else float("inf")
+        self._sorted = policy.on_host(self._values, self._below)
+        self._inserted: list[tuple[float, int]] = []
+
+    def insert(self, number: int) -> None:
+        if self._values[number] < self._below:
+            heapq.heappush(self._inserted, (float(self._values[number]), number))
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self._sorted:
+            while self._inserted and self._inserted[0] < (self._values[number], number):
+                yield heapq.heappop(self._inserted)[1]
+            yield number
+        while self._inserted:
+            yield heapq.heappop(self._inserted)[1]
+
+
+class HostEvictions:
+    """Evictions from the host memory of a prefix cache.
+
+    Blocks are freed from the ends of paths upwards. When the snapshot at the end of a path is evicted, the blocks that
+    only it used are freed too.
+    """
+
+    # Nodes at which a path on the host may end without a snapshot, because a copy blocked their eviction.
+    dangling: dict[UnifiedTreeNode, None]
+
+    def __init__(self, cache: HostPrefixCache) -> None:
+        self.cache = cache
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all nodes, after the tree was emptied."""
+        self.dangling = {}
+
+    def pool(self, kind: ComponentType) -> Any:
+        return self.cache.mamba_pool_host if kind is ComponentType.MAMBA else self.cache.full_kv_pool_host
+
+    def free(self, count: int, kind: ComponentType, *, below: int = 0, keep: Sequence[UnifiedTreeNode] = ()) -> int:
+        """Free host memory in the order of `HostEvictionOrder`. Nodes with a running copy are skipped.
+
+        Args:
+            count: tokens of blocks, or rows of snapshots, to free.
+            kind: FULL frees blocks, MAMBA frees rows of snapshots. The evictions are counted by it.
+            below: if not 0, evict only snapshots of less value than this one.
+            keep: nodes that must not be evicted.
+
+        Returns:
+            Tokens or rows that were freed.
+        """
+        for_rows = kind is ComponentType.MAMBA
+        pool, component, slots = self.pool(kind), self.cache.component, self.cache.component.slots
+        before = pool.available_size()
+        order = HostEvictionOrder(slots.registry.policy, for_rows=for_rows, below=below)
+        with component.metrics.evicting(metrics.SLOTS if for_rows else metrics.BLOCKS):
+            for node in list(self.dangling):
+                del self.dangling[node]
+                self._free_dangling_blocks(node, keep)
+            for number in order:
+                if pool.available_size() - before >= count:
+                    break
+                node = slots.nodes.get(number)
+                if node is None or self.row(node) is None or node in keep or not self.is_evictable(node):
+                    continue
+                if self.is_end(node):
+                    above = node.parent
+                    evict_from_host(self.cache, node, self.cache.components.values())
+                    if (end := self._free_dangling_blocks(above, keep)) is not None:
+                        order.insert(slots.id_of(end))
+                elif for_rows:
+                    evict_from_host(self.cache, node, [component])
+        return int(pool.available_size() - before)
+
+    def _free_dangling_blocks(self, node: UnifiedTreeNode, keep: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:
+        """Free the blocks after the last snapshot of a path on the host, from this node upwards. Return the node of
+        that snapshot if it is now the end of the path."""
+        while self.is_end(node):
+            if self.row(node) is not None:
+                return node
+            if node in keep or not self.is_evictable(node):
+                self.dangling[node] = None
+                return None
+            above = node.parent
+            evict_from_host(self.cache, node, self.cache.components.values())
+            node = above
+        return None
+
+    def row(self, node: UnifiedTreeNode) -> Any:
+        """Return the host row of the node's snapshot, [1] int64, or None."""
+        return node.component_data[ComponentType.MAMBA].host_value
+
+    def is_end(self, node: UnifiedTreeNode) -> bool:
+        """Return True if no child of the node is on the host, so that a path on the host ends here."""
+        if node is self.cache.root_node or not node.backuped:
+            return False
+        return not any(child.backuped for child in node.children.values())
+
+    def is_evictable(self, node: UnifiedTreeNode) -> bool:
+        """Return True if no copy to or from the host uses the node."""
+        return node.write_through_pending_id is None and not any(data.host_lock_ref for data in node.component_data)
