@@ -6,18 +6,22 @@ import heapq
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from eviction_scan import check_next_slot, check_sizes, priority
 from prefix_tree_server import BLOCK, TIMES, TreeServer, without_a_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from dsv4_sglang.srt.host_cache.evictions import HostEvictionOrder
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
+from dsv4_sglang.srt.prefix_cache import policy as policy_module
 from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 CAPACITY, ROWS = 24, 8
+DEVICE = range(1, CAPACITY + 1)
 
 
 class RandomRegistry:
@@ -120,6 +124,38 @@ def test_random_changes_keep_the_orders_of_a_full_scan(seed: int) -> None:
                 if of.rng.random() < 0.5 and not registry.copies.is_saved(number):
                     registry.copies.apply(CopyEvent.SAVE, number)
     assert len(seen) == 9
+
+
+@pytest.mark.parametrize("for_rows", [False, True])
+def test_the_host_evicts_in_the_order_of_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool) -> None:
+    """The order is sorted in parts, and ends of paths are inserted meanwhile."""
+    monkeypatch.setattr(policy_module, "SORTED_AT_FIRST", 2)
+    of, longest = RandomRegistry(1), 0
+    registry, rng = of.registry, of.rng
+    for _ in range(60 * TIMES):
+        for _ in range(5):
+            of.change()
+        if unsaved := [
+            n for n in range(1, CAPACITY + 1) if registry.in_registry[n] and not registry.copies.is_saved(n)
+        ]:
+            registry.copies.apply(CopyEvent.SAVE, rng.choice(unsaved))
+        registry.policy.mark_next_evicted(registry.policy.next_evicted(0, rng.randrange(4)))
+        copied = registry.copies.saved() | (np.arange(registry.size) > CAPACITY)
+        on_host = np.flatnonzero(registry.in_registry & copied).tolist()
+        values, below = registry.policy.host_values(for_rows=for_rows), rng.choice([0, *on_host])
+        bound = abs(values[below]) if below else float("inf")
+        heap = [(values[n], n) for n in on_host if values[n] < bound]
+        longest = max(longest, len(heap))
+        heapq.heapify(heap)
+        order = HostEvictionOrder(registry.policy, for_rows=for_rows, below=below)
+        for number in order:
+            assert number == heapq.heappop(heap)[1]
+            if rng.random() < 0.3:
+                order.insert(end := rng.choice(on_host))
+                if values[end] < bound:
+                    heapq.heappush(heap, (values[end], end))
+        assert not heap
+    assert longest > 10, "the order was never sorted in parts"
 
 
 def test_optional_snapshots_evict_only_what_is_worth_less() -> None:

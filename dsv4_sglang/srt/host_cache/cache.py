@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from dsv4_sglang.cache.contracts import HostCacheContract
 from dsv4_sglang.srt.host_cache.component import SELECTIVE, WRITE_BACK, HostSnapshotComponent
 from dsv4_sglang.srt.host_cache.evictions import HostEvictions
 from dsv4_sglang.srt.host_cache.saves import MAX_SAVE_BYTES, HostSaves
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-class HostPrefixCache(PrefixCache):
+class HostPrefixCache(PrefixCache, HostCacheContract):
     """SGLang's tree over device and host memory. `HostSaves` decides what is saved, `HostEvictions` what the host
     evicts."""
 
@@ -67,7 +68,7 @@ class HostPrefixCache(PrefixCache):
             self.component.mark_for_saving(self.tree_core.node_by_id(req.last_node))
 
     def retracted(self, req: Req) -> None:
-        """Save the prefix of a retracted request before it can be evicted, since it is the first eviction candidate.
+        """Save the prefix of a retracted request before it can be evicted.
 
         A request that returns log-probabilities of its prompt is matched only up to the token at which they begin. It
         resumes from the last snapshot before that token, which is saved too.
@@ -86,8 +87,6 @@ class HostPrefixCache(PrefixCache):
         self.saves.save_now(node)
 
     def invalidate_storage(self, name: str) -> None:
-        """Use a new name for later pages in the storage. Pages of the old weights stay as long as other servers use
-        them."""
         if self.enable_storage:
             self.cache_controller.storage_backend.use_name(name)
 
@@ -100,12 +99,6 @@ class HostPrefixCache(PrefixCache):
 
     @contextmanager
     def keep_host_cache(self) -> Iterator[None]:
-        """Context manager around the release of device memory. First save the snapshots and blocks of the device, as
-        far as the host has room. Inside, a flush does not empty the host cache.
-
-        Raises:
-            RuntimeError: requests hold tokens of the device.
-        """
         blocks = self.token_to_kv_pool_allocator
         self.wait_for_copies(())
         self.saves.save_all()
@@ -135,7 +128,6 @@ class HostPrefixCache(PrefixCache):
         self.saves.save_next_evicted(MAX_SAVE_BYTES - self.saves.save_due())
 
     def finish_saves(self) -> bool:
-        """Wait for running saves. Return True if there were any, so that their blocks can be evicted now."""
         if not self.ongoing_write_through:
             return False
         with self._recheck_queue_after_saves():
@@ -193,7 +185,6 @@ class HostPrefixCache(PrefixCache):
     # Evictions from the host
 
     def evict_host(self, num_tokens: int, component_type: ComponentType = ComponentType.FULL) -> int:
-        """Free host memory for pages that SGLang fetches from a storage (`HostEvictions.free`)."""
         return self.evictions.free(num_tokens, component_type)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -159,21 +159,28 @@ class EvictionPolicy:
         copying = (self._next_evicted & registry.copies.saved())[: len(here)] & (locks > 0)
         free = here & ((locks == 0) | copying)
         going: dict[int, None] = {}
+        reuse_interval = self.reuse_interval(len(here))
         if slots > 0:
-            score = self.eviction_score(len(here))
-            order = _first(np.flatnonzero(here), score, free.astype(np.int64), slots, most)
+            score = reuse_interval / np.maximum(self.recompute_cost(len(here)), 1e-9)
+            order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)
             going.update(dict.fromkeys(order.tolist()))
         if tokens > 0:
-            going.update(dict.fromkeys(islice(self._ends_to_evict(here, free, tokens, most), most)))
+            ends = self._ends_to_evict(here, free, reuse_interval, tokens, most)
+            going.update(dict.fromkeys(islice(ends, most)))
         return list(going)
 
-    def _ends_to_evict(self, here: np.ndarray, free: np.ndarray, tokens: int, most: int) -> Iterator[int]:
+    def _ends_to_evict(
+        self, here: np.ndarray, free: np.ndarray, reuse_interval: np.ndarray, tokens: int, most: int
+    ) -> Iterator[int]:
         """Yield the snapshots that end paths on the device, in the order in which their blocks are evicted, until that
         frees `tokens` tokens. Those that are not `free` are yielded too, but free nothing."""
         registry = self.registry
-        ids, reuse_interval = np.flatnonzero(here), self.reuse_interval(len(here))
-        followers = np.bincount(registry.previous[ids], minlength=registry.size)
-        saved = np.where(free, registry.length[: len(here)] - registry.length[registry.previous[: len(here)]], 0)
+        ids, length, previous = np.flatnonzero(here), registry.length, registry.previous
+        followers = np.bincount(previous[ids], minlength=registry.size)
+
+        def saved(ids: np.ndarray) -> np.ndarray:
+            return free[ids] * (length[ids] - length[previous[ids]])
+
         order = _first(ids[followers[ids] == 0], reuse_interval, saved, tokens, most)
         ends = [(-reuse_interval[slot], slot) for slot in order.tolist()]
         while ends and tokens > 0:
@@ -181,8 +188,8 @@ class EvictionPolicy:
             yield slot
             if not free[slot]:
                 continue
-            above = int(registry.previous[slot])
-            tokens -= int(saved[slot])
+            above = int(previous[slot])
+            tokens -= int(length[slot] - length[above])
             followers[above] -= 1
             if 0 < above <= registry.capacity and here[above] and not followers[above]:
                 heapq.heappush(ends, (-reuse_interval[above], above))
@@ -234,13 +241,20 @@ class EvictionPolicy:
             ids, left, count = ids[~first], left[~first], 8 * count
 
 
-def _first(ids: np.ndarray, score: np.ndarray, amount: np.ndarray, needed: int, most: int) -> np.ndarray:
+def _first(
+    ids: np.ndarray, score: np.ndarray, amount: Callable[[np.ndarray], np.ndarray], needed: int, most: int
+) -> np.ndarray:
     """Return the ids of highest score, in descending order, until their amounts add up to `needed`, at most `most`.
 
-    `score` and `amount` are columns by id.
+    Args:
+        ids: ids in ascending order.
+        score: column by id.
+        amount: function that returns the amounts of ids.
+        needed: sum of the amounts.
+        most: limit of the ids.
     """
     if len(ids) > most:
         scores = score[ids]
         ids = ids[scores >= np.partition(scores, -most)[-most]]
     order = ids[np.argsort(-score[ids], kind="stable")]
-    return order[: min(most, int(np.searchsorted(np.cumsum(amount[order]), needed)) + 1)]
+    return order[: min(most, int(np.searchsorted(np.cumsum(amount(order)), needed)) + 1)]

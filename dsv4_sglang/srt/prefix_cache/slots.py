@@ -10,12 +10,13 @@ import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
+from dsv4_sglang.cache.contracts import SnapshotPool
 from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 
 
-class SnapshotSlots:
+class SnapshotSlots(SnapshotPool):
     """Replacement of SGLang's pool of int8 copies of Mamba states (`HybridReqToTokenPool.mamba_ckpt_pool`).
 
     SGLang calls `available_size` and `num_slots` in its leak check, `clear` when it flushes, and `load_to_active`
@@ -57,12 +58,10 @@ class SnapshotSlots:
         return self._free.free()
 
     def take(self) -> int:
-        """Allocate the slot that was freed last. Return 0 if none is free."""
         taken = self._free.take(1)
         return taken[0] if taken else 0
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Free slots. Raise ValueError for a slot that is not allocated."""
         self._free.give_back(slots)
 
     def free(self, slots: Tensor) -> None:
@@ -79,8 +78,6 @@ class SnapshotSlots:
         self.nodes.clear()
 
     def id_of(self, node: Any) -> int:
-        """Return the number of a tree node's snapshot in the registry: its slot, or the number of its host row if the
-        device does not have it. Return 0 if the node has no snapshot."""
         data = node.component_data[ComponentType.MAMBA]
         if data.value is not None:
             return int(data.value)
