@@ -19,7 +19,10 @@ PREFIX = prompt(128, seed=1)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    model = make_tiny(tmp_path_factory.mktemp("model") / "tiny", TinySpec(ratios=(0,), nextn=True, context=2048))
+    model = make_tiny(
+        tmp_path_factory.mktemp("model") / "tiny",
+        TinySpec(ratios=(0, 4), heads=16, index_topk=64, nextn=True, context=2048),
+    )
     flags = {"max_running_requests": 32, "max_total_tokens": 16384, "chunked_prefill_size": CHUNK}
     with child(model, 2, False, **flags) as other:
         yield other
