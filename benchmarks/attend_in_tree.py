@@ -33,7 +33,7 @@ def in_tree_subject(case: Case, device: torch.device, layers: int) -> Callable[[
         device: device of the tensors.
         layers: number of layers.
     """
-    from sglang.kernels.ops.attention.dsv4.elementwise import fused_rope_inplace
+    from sglang.kernels.ops.attention.dsv4 import fused_rope_inplace
 
     shared = Tensors(case, device, layers)
     freqs = torch.view_as_complex(shared.rope.unflatten(1, (-1, 2)).contiguous())
@@ -108,8 +108,8 @@ def in_tree_prefill(
     `in_tree_decode`.
     """
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
-    from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged
-    from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import combine_topk_swa_indices
+    from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged_dsv4
+    from sglang.kernels.ops.attention.dsv4.sparse_prefill_kernels import combine_topk_swa_indices
 
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -130,12 +130,14 @@ def in_tree_prefill(
         torch.zeros(case.chunk, dtype=torch.int32, device=device),
     )
     query_start, lens, gather_lens = ints(0, case.chunk), ints(case.context), ints(gathered)
+    positions = shared.positions.int()
     entries_at, window_at = ints(0), ints(compressed)
 
     def combine(picked: Tensor) -> None:
         combine_topk_swa_indices(
             topk_indices=picked,
             query_start_loc=query_start,
+            query_pos=positions,
             seq_lens=lens,
             gather_lens=gather_lens,
             compressed_base=entries_at,
@@ -153,8 +155,8 @@ def in_tree_prefill(
         for layer, (table, per_page) in enumerate(paged):
             if case.kind == "csa":  # the lists of HCA layers are built once per chunk
                 combine(chosen[layer])
-            dequantize_k_cache_paged(table, entry_ids, page_size=per_page, out=workspace[:compressed])
-            dequantize_k_cache_paged(window[layer], window_ids, page_size=WINDOW_PAGE, out=workspace[compressed:])
+            dequantize_k_cache_paged_dsv4(table, entry_ids, page_size=per_page, out=workspace[:compressed])
+            dequantize_k_cache_paged_dsv4(window[layer], window_ids, page_size=WINDOW_PAGE, out=workspace[compressed:])
             yield flash_mla_sparse_fwd(
                 q=shared.q[layer],
                 kv=workspace,

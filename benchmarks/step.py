@@ -94,8 +94,8 @@ class InTree:
     """SGLang's backend with stubs of the pools that it queries, without its model runner."""
 
     def __init__(self, batch: int, context: int, device: torch.device) -> None:
-        from sglang.kernels.ops.attention.dsv4.online_c128_mtp import OnlineC128MTPController
         from sglang.srt.layers.attention import deepseek_v4_backend as module
+        from sglang.srt.layers.attention.dsv4.online_c128_mtp import OnlineC128MTPController
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         b = self.batch = requests_of(batch, context, 256, device)

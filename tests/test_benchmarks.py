@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import importlib
 import importlib.metadata
@@ -61,6 +62,23 @@ def result(out: Path, name: str) -> dict:
 
 
 # Bytes and sizes against figures measured or logged on an H200
+
+
+def imports_of_sglang() -> list[tuple[str, str]]:
+    """Return (module, name) of each import from SGLang in benchmarks/, those within functions included."""
+    found = set()
+    for file in Path(bench.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
+                found |= {(str(node.module), alias.name) for alias in node.names}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("module", "name"), imports_of_sglang())
+def test_sglang_has_what_the_benchmarks_measure(module: str, name: str) -> None:
+    """Most of these imports run on a GPU only."""
+    if not hasattr(importlib.import_module(module), name):
+        importlib.import_module(f"{module}.{name}")
 
 
 def test_prefill_bytes_are_those_of_the_measured_rate() -> None:
