@@ -229,6 +229,34 @@ def test_a_group_that_does_not_form(server: Server, right: list[int]) -> None:
     assert_serves(server, right, "the errors")
 
 
+@pytest.fixture
+def trainer(server: Server, model: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Start a process that sends "norm.weight" (weight_sender.py). Yield the request that joins its group."""
+    joining = {"master_address": "127.0.0.1", "master_port": server.port + 21, "rank_offset": 1, "world_size": 2}
+    joining |= {"group_name": "trainer", "backend": "gloo"}
+    arguments = [str(model), "norm.weight", str(joining["master_port"]), joining["group_name"]]
+    command = Command([sys.executable, "-m", "weight_sender", *arguments], cpu_environment())
+    process = server_forkserver.start(command, tmp_path / "log")
+    yield joining
+    process.kill()
+
+
+def test_a_group_that_forms(server: Server, right: list[int], trainer: dict[str, Any]) -> None:
+    """Weights arrive through the group, and a group that was destroyed is unknown."""
+    group = {"group_name": trainer["group_name"]}
+    weight = {"names": ["norm.weight"], "dtypes": ["float32"], "shapes": [[256]], **group}
+    update = {"begin_weight_update": {}, "update_weights_from_distributed": weight, "end_weight_update": {}}
+    answers = []
+    for step in ({"init_weights_update_group": trainer, **update}, update):
+        for path, body in step.items():
+            status, text = ask(server, "POST", f"/{path}", body)
+            assert status == 200, (path, text)
+        answers.append(json.loads(ask(server, "POST", "/generate", greedy(prompt(300), 2))[1])["output_ids"])
+    assert answers[0] != right and answers[1] == right
+    assert [ask(server, "POST", "/destroy_weights_update_group", group)[0] for _ in range(2)] == [200, 400]
+    assert_serves(server, right, "the update")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [

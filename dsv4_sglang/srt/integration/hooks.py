@@ -124,8 +124,7 @@ ALWAYS: Table = {
         SRT + "managers.communicator.FanOutCommunicator.__call__": control_requests.raise_errors,
     },
     "a group whose processes do not join would occupy the scheduler for up to 30 minutes": {
-        SRT + f"model_executor.model_runner_components.{module}.init_custom_process_group": weight_groups.bound_group
-        for module in ("weight_updater", "weight_exporter")
+        SRT + "utils.common.init_custom_process_group": weight_groups.bound_group
     },
     "SGLang aborts all requests whose ids begin with the given id, such as job-10 with job-1": {
         SRT + "managers.scheduler.Scheduler.abort_request": control_requests.abort_one
