@@ -79,11 +79,11 @@ def _answer(scheduler: Any, dispatch: Callable[..., Any], request: Any) -> Any:
     except weight_groups.StillWaiting:
         error = weight_groups.WAITING
     except Exception as caught:
-        error = " ".join(str(caught).split()) or repr(caught)
+        error, described = " ".join(str(caught).split()), isinstance(caught, ValueError)
         # A ValueError describes a wrong request. The place of another exception is worth a traceback.
-        log.error(
-            "dsv4_sglang: %s failed: %s", type(request).__name__, error, exc_info=not isinstance(caught, ValueError)
-        )
+        if not described:
+            error = f"{type(caught).__name__}: {error}"
+        log.error("dsv4_sglang: %s failed: %s", type(request).__name__, error, exc_info=not described)
     if not _is_awaited(request):
         return output
     if not (errors := _of_group(scheduler, error)):
