@@ -36,10 +36,10 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.planner.ask_sglang import in_tree_capacity
 from dsv4_sglang.planner.models import CONFIGS as RELEASED
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import MAX_STAGING, StateDemand
+from dsv4_sglang.srt.sglang.flags import RATIO_IS_GIVEN
 
 GIB = 1 << 30
 CONFIGS = {
@@ -107,7 +107,7 @@ def in_tree_settings() -> dict[str, dict[str, Any]]:
         "in-tree, windows for hits (0.5)": {"swa_full_tokens_ratio": 0.5},
         "in-tree, --swa-prefix-tails 0": {"swa_prefix_tails": 0},
         "in-tree, --swa-prefix-tails 512": {"swa_prefix_tails": 512},
-        "in-tree, no ratio (no flag leads there)": {compat.RATIO_IS_GIVEN: False},
+        "in-tree, no ratio (no flag leads there)": {RATIO_IS_GIVEN: False},
     }
 
 

@@ -20,11 +20,11 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
+from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.sglang.models import replaced
 
 # Tokens of a conversation, and running requests, for each of which SGLang keeps a free page in every decode step.
 CONVERSATION, REQUESTS = 8 * BLOCK, 256
@@ -52,7 +52,7 @@ def without_a_server() -> Iterator[None]:
         "mamba_checkpoint_grid": lambda page_size: BLOCK,
     }
     alone = SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0)
-    with compat.replaced(mamba, **of_sglang), compat.replaced(component, get_parallel=lambda: alone):
+    with replaced(mamba, **of_sglang), replaced(component, get_parallel=lambda: alone):
         yield
 
 

@@ -24,7 +24,7 @@ import torch
 from benchmarks import report, servers
 from benchmarks.lifecycle import Driver, Shape, Wrong, play
 from benchmarks.servers import Server
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command
 
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1", "--speculative-num-steps", "3")
@@ -99,8 +99,8 @@ class Fuzz:
     def server(self, name: str, of: Configuration) -> Server:
         options = {**OPTIONS, **(CPU_OPTIONS if self.cpu else GPU_OPTIONS)}
         flags = [*(CPU_FLAGS if self.cpu else GPU_FLAGS), *of.flags, "--skip-server-warmup", "--enable-metrics"]
-        overrides = [launch_command.OPT_IN_FLAG, json.dumps({launch_command.OPT_IN_KEY: options})]
-        made = launch_command.server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
+        overrides = [OPT_IN_FLAG, json.dumps({OPT_IN_KEY: options})]
+        made = server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
         environment = {**made.environment, **(CPU_ENVIRONMENT if self.cpu else {})}
         if not self.cpu:
             environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}

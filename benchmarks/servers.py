@@ -23,7 +23,7 @@ from benchmarks import ports
 from benchmarks.environment import ROOT
 from dsv4_sglang import __version__
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
-from dsv4_sglang.srt.integration.launch_command import Command
+from dsv4_sglang.srt.launch.command import Command
 
 GPU_ENVIRONMENT = {
     # GPUs without FP4 run FP8 experts. Kernels are compiled on first use instead of all at start.
@@ -33,7 +33,7 @@ GPU_ENVIRONMENT = {
 }
 GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 PLUGIN_GROUP = "sglang.srt.plugins"
-PLUGIN = "dsv4_sglang.srt.integration.plugin:register"
+PLUGIN = "dsv4_sglang.srt.plugin.entry_point:register"
 
 # The prefix in brackets has the time and, with data parallelism, the rank: "[2026-11-21 10:00:00 DP1 TP1]". With
 # speculation, "accept len" is the mean number of accepted tokens per request and verify step.
@@ -80,21 +80,21 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
     Raises:
         ValueError: SGLang's own cache is requested on the CPU.
     """
-    from dsv4_sglang.srt.integration import launch_command
+    from dsv4_sglang.srt.launch.command import server_command
 
     if cpu:
         if not ours:
             raise ValueError("SGLang's own DeepSeek-V4 needs a GPU")
-        made = launch_command.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
+        made = server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
         return made.argv, dict(made.environment)
     # As with the released widths. flashshape's widths are too small for this kernel to be correct
-    # (`srt.integration.activate`), but its weights are random.
+    # (`srt.plugin.activate`), but its weights are random.
     environment = {**GPU_ENVIRONMENT, "SGLANG_OPT_FUSE_MHC_POST_PRE": "1"}
     if "quantization_config" not in json.loads((model / "config.json").read_text()):
         environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"
     given = [*GPU_FLAGS, *flags]
     if ours:
-        return launch_command.server_command(str(model), given, cpu=False).argv, environment
+        return server_command(str(model), given, cpu=False).argv, environment
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *given], environment
 
 
@@ -319,7 +319,7 @@ def metrics(url: str) -> dict[str, float]:
     value of the label, such as `hit_tokens_host`, and one for their sum.
     """
     from dsv4_sglang.cli.client import samples
-    from dsv4_sglang.srt.integration.metrics import PREFIX
+    from dsv4_sglang.srt.prefix_cache.metrics import PREFIX
 
     try:
         text = Endpoint(url).request("/metrics", timeout=30)

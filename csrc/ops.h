@@ -32,8 +32,6 @@ void append_v41_keys(Tensor keys, Tensor key_norm, Tensor rope, double eps, int6
 
 void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> rejected);
 
-void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> rejected);
-
 void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token,
                    Tensor state_slots, Tensor block_table);
 

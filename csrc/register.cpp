@@ -23,7 +23,6 @@ STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {
   m.impl("append_v41", TORCH_BOX(&dsv4::append_v41));
   m.impl("append_v41_keys", TORCH_BOX(&dsv4::append_v41_keys));
   m.impl("copy_state", TORCH_BOX(&dsv4::copy_state));
-  m.impl("update_rows", TORCH_BOX(&dsv4::update_rows));
   m.impl("gather_tables", TORCH_BOX(&dsv4::gather_tables));
   m.impl("swap_blocks", TORCH_BOX(&dsv4::swap_blocks));
   m.impl("index_query", TORCH_BOX(&dsv4::index_query));

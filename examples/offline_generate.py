@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.launch.command import engine_arguments, has_gpu, prepare_this_process
 
 
 def main() -> None:
@@ -18,12 +18,12 @@ def main() -> None:
     options = parser.parse_args()
 
     # SGLang reads its environment at import, so this comes first. With a GPU it changes nothing.
-    cpu = not launch_command.has_gpu()
-    launch_command.prepare_this_process(cpu)
+    cpu = not has_gpu()
+    prepare_this_process(cpu)
     import sglang
 
     prompts = ["The capital of France is", "A window of 128 tokens", "Every fourth token"]
-    with sglang.Engine(**launch_command.engine_arguments(options.model_path, cpu)) as engine:
+    with sglang.Engine(**engine_arguments(options.model_path, cpu)) as engine:
         sampling = {"temperature": 0, "max_new_tokens": options.max_tokens}
         for prompt, answer in zip(prompts, engine.generate(prompts, sampling)):
             print(f"{prompt!r} -> {answer['text']!r}")

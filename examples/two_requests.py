@@ -1,4 +1,4 @@
-"""Two requests in one cache: shared prefix, common steps, offload of one request to host memory, and fork.
+"""Two requests in one cache: prompts in common steps, decode steps, and a third request in a slot that became free.
 
 Runs on a GPU if there is one, else on the CPU:
 
@@ -15,12 +15,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache import LayerWeights, compute_block_budget
+from dsv4_sglang.cache import LayerWeights
 from dsv4_sglang.formats import KVBuffer
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
-from dsv4_sglang.standalone import KVCacheManager, Step
+from dsv4_sglang.standalone import KVCacheManager, Step, compute_block_budget
 
 CONTEXT = 1024
 # Columns of `kv_score` in units of 512, by ratio: CSA pools two streams of (k, z), HCA one.
@@ -113,43 +113,32 @@ def main() -> None:
         DSV4Config.flash(), num_hidden_layers=3, compress_ratios=(0, 4, 128), max_position_embeddings=CONTEXT
     )
     schedule = build_schedule(config)
-    budget = compute_block_budget(config, schedule, max_context_len=CONTEXT, max_requests=3)
+    budget = compute_block_budget(config, schedule, max_context_len=CONTEXT, max_requests=2)
     manager = KVCacheManager(
         config,
         schedule,
         max_concurrent_requests=budget["state_slots"],
         num_blocks_per_csa_layer=budget["blocks"],
         num_blocks_per_hca_layer=budget["blocks"],
-        max_snapshots=1,
-        host_requests=1,
-        host_blocks=CONTEXT // 128,
     )
     size = f"{manager.memory_bytes():,} B on {manager.device}"
     print(f"{budget['blocks']} blocks and {budget['state_slots']} state slots: {size}")
     weights = [layer_weights(config, schema.ratio, manager.device) for schema in manager.schemas]
 
-    first = manager.admit_request()
-    run(manager, weights, {first: 256})
-    prefix = manager.take_snapshot(first)
-    second = manager.admit_request(prefix)
-    print(f"a prefix of {prefix.length} tokens: blocks {manager.blocks_of(first)} and {manager.blocks_of(second)}")
-
-    run(manager, weights, {first: 44, second: 5})  # both prompts continue in one step
+    first, second = manager.admit_request(), manager.admit_request()
+    run(manager, weights, {first: 300, second: 5})  # both prompts in one step
     step = run(manager, weights, {second: 1, first: 1})  # a decode step; the order of requests is free
     report(manager, step)
 
-    offloaded = manager.offload(second)
-    print(f"offloaded: {manager.num_free_slots} slots free")
-    run(manager, weights, {first: 100})
-    second = manager.restore(offloaded)
-    print(f"restored: {manager.length_of(second)} tokens in blocks {manager.blocks_of(second)}")
-
-    fork = manager.fork(first)
-    step = run(manager, weights, {first: 1, second: 1, fork: 1})
+    manager.release_blocks(second)
+    manager.release_request(second)
+    third = manager.admit_request()
+    print(f"a third request has slot {third} of the second one")
+    run(manager, weights, {third: 127, first: 100})
+    step = run(manager, weights, {first: 1, third: 1})
     report(manager, step)
 
-    manager.release_snapshot(prefix)
-    for slot in (first, second, fork):
+    for slot in (first, third):
         manager.release_blocks(slot)
         manager.release_request(slot)
     print(f"released: {manager.num_free_blocks} blocks and {manager.num_free_slots} slots free")

@@ -46,9 +46,9 @@ from dsv4_sglang.srt.host_cache.page_names import WEIGHT_FLAGS
 from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host_cache.transfers import HostStack, TransferController
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import CacheKVPool
+from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
+from dsv4_sglang.srt.sglang.tree import evict_from_host
 
 LAYERS = 4
 WITH_BLOCKS = (0, 2, 3)
@@ -268,7 +268,7 @@ class HostCacheServer(BlockOwner):
         snapshot while it holds copies of snapshots on the device.
         """
         cache, component = self.cache, self.component
-        leaves, gives_up, evict = component._on_device_eviction, cache.evict_host, compat.evict_from_host
+        leaves, gives_up, evict = component._on_device_eviction, cache.evict_host, evict_from_host
         held: list[Any] = []
 
         for name, operation in COPIES.items():
@@ -313,7 +313,7 @@ class HostCacheServer(BlockOwner):
 
         monkeypatch.setattr(component, "_on_device_eviction", on_device_eviction)
         monkeypatch.setattr(cache, "evict_host", giving_up)
-        monkeypatch.setattr(compat, "evict_from_host", evicted)
+        monkeypatch.setattr("dsv4_sglang.srt.host_cache.cache.evict_from_host", evicted)
 
     # Steps, on the stream of steps
 

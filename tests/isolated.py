@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import server_forkserver
 
-from dsv4_sglang.srt.integration.launch_command import Command, cpu_environment
+from dsv4_sglang.srt.launch.command import Command, cpu_environment
 
 # These modules share a scheduler, which the plugin speculation_judge starts.
 SCHEDULER = ("test_scheduler_speculation.py", "test_scheduler_faults.py", "test_scheduler_sleep.py")

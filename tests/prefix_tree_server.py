@@ -29,8 +29,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.features.integrity import audit
-from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
+from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending, component_of

@@ -1,6 +1,6 @@
 """SGLang's scheduler and its workers on a CPU, without HTTP. Its own event loop serves requests from a test.
 
-The process needs the environment of `launch_command.cpu_environment`. A process has one scheduler. `Child` runs a
+The process needs the environment of `launch.command.cpu_environment`. A process has one scheduler. `Child` runs a
 scheduler in a fork, so a test can use several with one import of SGLang.
 """
 

@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 from liveness import wait
 
-from dsv4_sglang.srt.integration.launch_command import Command, cpu_environment
+from dsv4_sglang.srt.launch.command import Command, cpu_environment
 
 IMPORTS = "imports_of_servers"
 SETTINGS = {

@@ -34,8 +34,8 @@ from benchmarks.reference.oracle import Oracle
 from benchmarks.reference.oracle_v41 import OracleV41
 from dsv4_sglang.cli.client import samples
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
-from dsv4_sglang.srt.integration import launch_command
-from dsv4_sglang.srt.integration.metrics import PREFIX
+from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command
+from dsv4_sglang.srt.prefix_cache.metrics import PREFIX
 
 # On a machine with a GPU all servers of the tests use it.
 CPU = not torch.cuda.is_available()
@@ -248,10 +248,8 @@ def launched(model: Path, log: Path, flags: Sequence[str], options: dict[str, An
     """
     if not CPU:
         flags = [*flags, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))]
-    overrides = json.dumps({launch_command.OPT_IN_KEY: options})
-    command = launch_command.server_command(
-        str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=CPU
-    )
+    overrides = json.dumps({OPT_IN_KEY: options})
+    command = server_command(str(model), ["--host", "127.0.0.1", *flags, OPT_IN_FLAG, overrides], cpu=CPU)
     if CPU:
         process: Process = server_forkserver.start(command, log)
     else:

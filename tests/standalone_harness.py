@@ -77,21 +77,12 @@ def random_inputs(ratio: int, seed: int, device: torch.device | str) -> dict[str
     return Layer.make(ratio, seed, device).inputs
 
 
-# The inputs of a request: pairs of a seed and the position from which on its inputs are used.
-History = tuple[tuple[int, int], ...]
-
-
-def layers_of(history: History, device: torch.device | str = "cpu") -> list[Layer]:
-    """Return the layers with shared weights and the inputs of a request's seeds."""
-    made = []
-    for i, ratio in enumerate(CONFIG.compress_ratios):
-        layer = Layer.make(ratio, i, device)
-        inputs: dict[str, Tensor] = {}
-        for seed, begin in history:
-            for name, x in random_inputs(ratio, 1000 * (seed + 1) + i, device).items():
-                inputs[name] = torch.cat([inputs[name][:begin], x[begin:]]) if begin else x
-        made.append(dataclasses.replace(layer, inputs=inputs))
-    return made
+def layers_of(seed: int, device: torch.device | str = "cpu") -> list[Layer]:
+    """Return the layers with weights that all requests share and the inputs of the request with this seed."""
+    return [
+        dataclasses.replace(Layer.make(ratio, i, device), inputs=random_inputs(ratio, 1000 * (seed + 1) + i, device))
+        for i, ratio in enumerate(CONFIG.compress_ratios)
+    ]
 
 
 def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], most: int | None = None) -> Tensor:
@@ -140,30 +131,18 @@ class Request:
     """A running request: its slot, its layers, and the output of every layer for every token so far."""
 
     slot: int
-    history: History
+    seed: int
     layers: list[Layer]
     outputs: list[list[Tensor]]
     length: int = 0
 
     def __repr__(self) -> str:
-        return f"Request(slot {self.slot}, {self.length} tokens of {self.history})"
+        return f"Request(slot {self.slot}, {self.length} tokens, seed {self.seed})"
 
     @classmethod
     def admit(cls, manager: KVCacheManager, seed: int) -> "Request":
-        history = ((seed, 0),)
-        layers = layers_of(history, manager.device)
-        return cls(manager.admit_request(), history, layers, [[] for _ in layers])
-
-    def branch(self, slot: int, seed: int, length: int) -> "Request":
-        """Return the request in `slot` with the first `length` tokens of this one and different inputs after them."""
-        history = (*(part for part in self.history if part[1] < length), (seed, length))
-        layers = layers_of(history, self.layers[0].sink.device)
-        return Request(
-            slot, history, layers, [[torch.cat(out)[:length]] if out else [] for out in self.outputs], length
-        )
-
-    def fork(self, manager: KVCacheManager, seed: int) -> "Request":
-        return self.branch(manager.fork(self.slot), seed, self.length)
+        layers = layers_of(seed, manager.device)
+        return cls(manager.admit_request(), seed, layers, [[] for _ in layers])
 
     def finish(self, manager: KVCacheManager) -> None:
         manager.release_blocks(self.slot)
@@ -198,18 +177,17 @@ def run_step(manager: KVCacheManager, chunks: list[tuple[Request, int]], pads: i
 
 
 @functools.cache
-def alone(history: History, length: int, **options: str) -> list[Tensor]:
+def alone(seed: int, length: int, **options: str) -> list[Tensor]:
     """Return the outputs of a request that runs alone, in one chunk, in a new cache."""
     manager = make_manager(**options)
-    layers = layers_of(history)
-    request = Request(manager.admit_request(), history, layers, [[] for _ in layers])
+    request = Request.admit(manager, seed)
     run_step(manager, [(request, length)])
     return [out[0] for out in request.outputs]
 
 
 def check(request: Request, **options: str) -> None:
     """Assert that every output equals that of the same request alone in one chunk."""
-    for i, (got, expected) in enumerate(zip(request.outputs, alone(request.history, request.length, **options))):
+    for i, (got, expected) in enumerate(zip(request.outputs, alone(request.seed, request.length, **options))):
         torch.testing.assert_close(
             torch.cat(got).cpu(), expected, atol=2e-5, rtol=1e-5, msg=lambda text, i=i: f"layer {i}: {text}"
         )
@@ -220,8 +198,11 @@ def block_views(manager: KVCacheManager) -> list[Tensor]:
     return [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
 
 
-def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
-    """Copy all bytes of a request, in the order of its tokens."""
-    blocks = manager.blocks_of(slot)
-    slots = (table[slot].clone() for table in manager.state.slot_tables())
-    return [*slots, *(view[blocks].clone() for view in block_views(manager))]
+def state_tensors(manager: KVCacheManager) -> list[Tensor]:
+    """Return the tensors of slots of all layers. The first dimension is the slot."""
+    return [tensor for pool in manager.state_pools for tensor in pool.tensors]
+
+
+def all_bytes(manager: KVCacheManager) -> list[Tensor]:
+    """Copy all slots and blocks."""
+    return [tensor.clone() for tensor in (*state_tensors(manager), *block_views(manager))]

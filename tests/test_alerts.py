@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_sglang.srt.integration.metrics import HISTOGRAM, HOST_METRICS, METRICS
+from dsv4_sglang.srt.prefix_cache.metrics import HISTOGRAM, HOST_METRICS, METRICS
 
 ROOT = Path(__file__).parent.parent
 RULES, DASHBOARD = ROOT / "docker" / "alerts.yml", ROOT / "docker" / "grafana" / "dashboards" / "cache.json"

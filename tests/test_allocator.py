@@ -1,6 +1,4 @@
-"""`BlockAllocator` against a reference count of owners."""
-
-from collections import Counter
+"""`BlockAllocator` against a set of the allocated blocks."""
 
 import pytest
 import torch
@@ -31,15 +29,13 @@ def test_order_of_blocks(device: torch.device) -> None:
         ([[0]], "expected ints of shape"),
     ],
 )
-@pytest.mark.parametrize("call", ["share", "release"])
-def test_bad_ids_change_nothing(device: torch.device, call: str, ids: list, message: str) -> None:
+def test_bad_ids_change_nothing(device: torch.device, ids: list, message: str) -> None:
     allocator = BlockAllocator(8, device)
     allocator.acquire(4)
     for given_ids in (ids, torch.tensor(ids, device=device)):
-        with pytest.raises(ValueError, match=f"{call}: .*{message}"):
-            getattr(allocator, call)(given_ids)
-    assert [allocator.owners(block) for block in range(8)] == [1] * 4 + [0] * 4
-    assert sorted(allocator.acquire_ids(4)) == [4, 5, 6, 7]
+        with pytest.raises(ValueError, match=f"release: .*{message}"):
+            allocator.release(given_ids)
+    assert allocator.num_free == 4 and allocator.acquire_ids(4) == [4, 5, 6, 7]
 
 
 def test_negative_numbers() -> None:
@@ -49,31 +45,30 @@ def test_negative_numbers() -> None:
         BlockAllocator(1, "cpu").acquire(-1)
 
 
-CALLS = st.lists(
-    st.tuples(st.sampled_from(["acquire", "share", "release"]), st.integers(0, 8), st.randoms()), max_size=40
-)
+CALLS = st.lists(st.tuples(st.sampled_from(["acquire", "release"]), st.integers(0, 8), st.randoms()), max_size=40)
 
 
 @given(st.integers(0, 20), CALLS)
 def test_any_order_of_calls(total: int, calls: list) -> None:
-    """After any sequence of calls, a block has owners or is free, never both."""
+    """After any sequence of calls, a block is allocated or free, never both. The last released block comes first."""
     allocator = BlockAllocator(total, "cpu")
-    owners: Counter[int] = Counter()
+    free = list(range(total))[::-1]
+    owned: list[int] = []
     for call, n, rng in calls:
-        if call == "acquire" and n > total - len(owners):
-            with pytest.raises(RuntimeError, match=f"OOM: {n} blocks requested, {allocator.num_free} free of {total}"):
+        if call == "acquire" and n > len(free):
+            with pytest.raises(RuntimeError, match=f"OOM: {n} blocks requested, {len(free)} free of {total}"):
                 allocator.acquire(n)
         elif call == "acquire":
-            ids = allocator.acquire(n).tolist()
-            assert len(set(ids)) == n and not set(ids) & set(owners)
-            owners.update(ids)
+            expected = [free.pop() for _ in range(n)]
+            assert allocator.acquire(n).tolist() == expected
+            owned += expected
         else:
-            chosen = rng.sample(sorted(owners), min(n, len(owners)))
-            getattr(allocator, call)(torch.tensor(chosen, dtype=torch.int64) if rng.random() < 0.5 else chosen)
-            owners = owners + Counter(chosen) if call == "share" else owners - Counter(chosen)
-        assert allocator.num_free == total - len(owners)
-        assert all(allocator.owners(block) == owners[block] for block in range(total))
-    assert sorted([*owners, *allocator.acquire(allocator.num_free).tolist()]) == list(range(total))
+            chosen = rng.sample(owned, min(n, len(owned)))
+            allocator.release(torch.tensor(chosen, dtype=torch.int64) if rng.random() < 0.5 else chosen)
+            owned = [block for block in owned if block not in chosen]
+            free += chosen
+        assert allocator.num_free == len(free)
+    assert sorted([*owned, *allocator.acquire(allocator.num_free).tolist()]) == list(range(total))
 
 
 @pytest.mark.gpu

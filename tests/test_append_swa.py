@@ -1,13 +1,12 @@
 """`append_swa`, which writes KV entries into the window rings, and the ops that copy blocks and state."""
 
-import contextlib
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4_sglang.ops  # noqa: F401
+from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.formats.kv_entries import fp8_views
 
@@ -64,6 +63,17 @@ def test_only_the_last_128_of_a_request_stay_and_padding_is_skipped():
     assert sorted(views["swa_pos"][1].tolist()) == list(range(172, 300))
 
 
+@pytest.mark.parametrize(("rope_dim", "columns"), [(32, 480), (64, 448), (32, 512)])
+def test_dims_that_do_not_fit_the_rings(rope_dim, columns):
+    table, views = make_ring()
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=f"rope_dim {rope_dim} and rows of {columns} do not fit rings of 448 FP8 and 64"
+    ):
+        torch.ops.dsv4_sglang.append_swa(torch.ones(1, columns).bfloat16(), one, one, *views.values(), rope_dim)
+    assert not table.any() and views["swa_head"].tolist() == [0] * SLOTS
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(list(range(12))), st.lists(st.integers(0, 300), min_size=12, max_size=12, unique=True))
 def test_the_order_of_tokens_does_not_matter(order, positions):
@@ -77,39 +87,32 @@ def test_the_order_of_tokens_does_not_matter(order, positions):
     assert all(torch.equal(one_views[k].view(torch.uint8), two_views[k].view(torch.uint8)) for k in one_views)
 
 
-# update_rows, swap_blocks
+def test_append_writes_the_positions_of_a_ring_for_drafts(device):
+    """Positions and head follow from the ring's length, 132 entries here, not from the window."""
+    device = resolve_device(device)
+    ring = torch.zeros(3, 132, 512, device=device)
+    positions, head = torch.full((3, 132), -1, dtype=torch.int32, device=device), torch.zeros(3, device=device).int()
+    count, length = 7, 130
+    batch = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([1], [length], [0, count], [0] * count)]
+
+    def append(written: int) -> None:
+        torch.ops.dsv4_sglang.append(
+            torch.randn(count, 512, device=device), None, None, torch.ones(512, device=device), None, None, None, None,
+            torch.ones(200, 64, device=device), 1e-6, 0, KVFormat.FP32.code, 0, *batch,
+            torch.arange(length, length + written, device=device), None, ring, None, None, None,
+            torch.zeros(1, count + 128, 512, device=device), positions, head, None,
+        )  # fmt: skip
+
+    with pytest.raises((ValueError, RuntimeError), match="append: out_loc"):
+        append(count - 1)
+    assert not ring.any() and bool((positions == -1).all())
+    append(count)
+    expected = torch.full((3, 132), -1, dtype=torch.int32)
+    expected[1, [130, 131, 0, 1, 2, 3, 4]] = torch.arange(length, length + count).int()
+    assert torch.equal(positions.cpu(), expected) and head.tolist() == [0, 5, 0]
 
 
-def test_update_rows_writes_the_valid_slices_only():
-    pool, new = torch.zeros(20, 3), torch.randn(10, 3)
-    slices = torch.tensor([[15, 2, 99], [0, 4, 99], [3, 5, 99]])
-    torch.ops.dsv4_sglang.update_rows(pool, new, slices, torch.tensor([2], dtype=torch.int32))
-    assert torch.equal(pool[15:18], new[:3]) and torch.equal(pool[2:7], new[4:9])
-    assert not pool[:2].any() and not pool[7:15].any() and not pool[18:].any()
-
-
-@given(st.lists(st.tuples(st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 4)), max_size=6))
-def test_update_rows_rejects_the_first_bad_slice(slices):
-    """The result equals a comparison of every pair of slices, which is the kernel's method."""
-    pool, rejected = torch.zeros(8, 1), torch.tensor([7], dtype=torch.int32)
-    fits = [min(d, s, n) >= 0 and d + n <= 8 and s + n <= 5 for d, s, n in slices]
-
-    def overlaps(i):
-        d, _, n = slices[i]
-        others = [slices[k] for k in range(len(slices)) if k != i and fits[k]]
-        return any(d < other + length and other < d + n for other, _, length in others)
-
-    bad = [i for i in range(len(slices)) if not fits[i] or overlaps(i)]
-    table = torch.tensor(slices, dtype=torch.int64).reshape(-1, 3).T
-    count = torch.tensor([len(slices)], dtype=torch.int32)
-    reason = "overlaps" if bad and fits[bad[0]] else "leaves"
-    for more in ((), (rejected,)):
-        with (
-            pytest.raises(ValueError, match=f"slice {bad[0]} .*{reason}.*nothing") if bad else contextlib.nullcontext()
-        ):
-            torch.ops.dsv4_sglang.update_rows(pool, torch.ones(5, 1), table, count, *more)
-    assert rejected.tolist() == [min(bad, default=-1)]
-    assert pool.sum() == (0 if bad else sum(n for *_, n in slices))
+# copy_state, swap_blocks
 
 
 def test_copy_state_rejects_a_slot_that_a_tensor_has_not_and_writes_nothing():

@@ -16,9 +16,9 @@ from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.srt.attention import backend as backend_module
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerInputs
-from dsv4_sglang.srt.memory.copy_timer import CopyTimer
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
 from dsv4_sglang.srt.models import layers
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 
 BLOCK, CONTEXT, HEADS = 128, 512, 2
 REQUESTS, SNAPSHOTS, STAGING = 2, 4, 3

@@ -46,7 +46,7 @@ from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS, ROOT
 from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.integration.launch_command import flag_value
+from dsv4_sglang.srt.launch.command import flag_value
 from dsv4_sglang.srt.memory import sizing
 
 FLASH = DSV4Config.flash()

@@ -27,13 +27,15 @@ from typer.testing import CliRunner
 import dsv4_sglang
 from dsv4_sglang.cli import app, client, conversation, demo, doctor
 from dsv4_sglang.cli.server import running, stop, wait_ready
-from dsv4_sglang.srt.integration import compat, flag_names, launch_command
+from dsv4_sglang.srt.launch import flag_names
+from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, cpu_environment, server_command
+from dsv4_sglang.srt.sglang import targets
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
 COMMAND = [sys.executable, "-m", "dsv4_sglang"]
 MODEL = "somebody/some-model"
-OPTIONS = launch_command.OPT_IN_FLAG
+OPTIONS = OPT_IN_FLAG
 DATA = Path(__file__).parent / "data"
 TLS = ("--ssl-keyfile", str(DATA / "server.key"), "--ssl-certfile", str(DATA / "server.crt"))
 KEYS = ("--api-key", "of users", "--admin-api-key", "of admins")
@@ -158,7 +160,7 @@ def test_print_only_prints() -> None:
     words = shlex.split(result.output)
     assert words[words.index("--tp") + 1] == "1"
     assert "sglang.launch_server" in words
-    assert f"PYTHONPATH={launch_command.cpu_environment()['PYTHONPATH']}" in words
+    assert f"PYTHONPATH={cpu_environment()['PYTHONPATH']}" in words
 
 
 @pytest.fixture
@@ -513,7 +515,7 @@ def test_a_server_is_reached(stand_in: None, host: str, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, f"http://127.0.0.1:{demo.free_port()}")
     monkeypatch.delenv("no_proxy", raising=False)
     flags = ("--host", host, "--port", str(demo.free_port(host)), *KEYS, *TLS)
-    with running(launch_command.server_command("m", flags, cpu=True)) as process:
+    with running(server_command("m", flags, cpu=True)) as process:
         server = client.Server.of(flags)
         wait_ready(server, lambda: process.poll() is None, LONG)
         assert server.generate("abc", 2).text == "ab"
@@ -530,7 +532,7 @@ def test_ports_that_are_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) 
 def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> None:
     """Without the key or the right certificate a client fails, so the test above is meaningful."""
     port = ("--port", str(demo.free_port()))
-    with running(launch_command.server_command("m", [*port, *KEYS, *TLS], cpu=True)) as process:
+    with running(server_command("m", [*port, *KEYS, *TLS], cpu=True)) as process:
         wait_ready(client.Server.of([*port, *KEYS, *TLS]), lambda: process.poll() is None, LONG)
         with pytest.raises(RuntimeError, match="answered 401: no key"):
             client.Server.of([*port, *TLS]).generate("abc", 2)
@@ -541,7 +543,7 @@ def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> No
 
 def test_a_stubborn_server_is_killed(stand_in: None) -> None:
     flags = ("--port", str(demo.free_port()))
-    command = launch_command.server_command("m", [*flags, "--stubborn"], cpu=True)
+    command = server_command("m", [*flags, "--stubborn"], cpu=True)
     with running(command, grace_seconds=0.5) as process:
         wait_ready(client.Server.of(flags), lambda: process.poll() is None, LONG)
     assert process.returncode == -signal.SIGKILL
@@ -640,7 +642,7 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("no module")
 
     monkeypatch.setattr(doctor, "CHECKS", (broken,))
-    monkeypatch.setattr(launch_command, "prepare_this_process", lambda cpu: None)
+    monkeypatch.setattr(doctor, "prepare_this_process", lambda cpu: None)
     assert [f.state for f in doctor.examine(False, doctor.CHECKS)] == ["ok", "fail"]
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
@@ -651,24 +653,22 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 DOCTOR_AND_BREAK_THINGS = """
 import runpy
 import sys
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.launch.command import has_gpu
 sys.argv = ["dsv4-sglang", "doctor"]
 try:
     runpy.run_module("dsv4_sglang", run_name="__main__")
 except SystemExit as end:
     print("exit code", end.code, flush=True)
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration import sglang_contract
-from dsv4_sglang.srt.integration import hooks
+from dsv4_sglang.srt.plugin import hooks, overrides, sglang_contract
 whole = hooks.hooks_of
 def broken(*arguments, **named):
     first, second, *rest = whole(*arguments, **named)
     return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
 hooks.hooks_of = broken
 sglang_contract.FLAGS_READ += ("renamed_flag",)
-compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
+overrides.OVERRIDES += (overrides.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
-for finding in doctor.sglang_contract(launch_command.has_gpu()):
+for finding in doctor.sglang_contract(has_gpu()):
     print(finding.state, finding.what, finding.found)
 """
 
@@ -683,7 +683,7 @@ def test_doctor_passes_here_and_sees_what_is_missing() -> None:
         assert checked in whole
     for line in (
         "fail hook sglang.srt.gone.Thing does not exist",
-        f"{compat.FLAGS_RESOLVED} takes (server_args",
+        f"{targets.FLAGS_RESOLVED} takes (server_args",
         "fail flag ServerArgs.renamed_flag, which this cache reads, does not exist",
         "fail override sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer._gone does not exist",
     ):

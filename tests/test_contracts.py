@@ -1,4 +1,4 @@
-"""The names of SGLang on which this package relies exist, and only one module uses SGLang's private names."""
+"""The names of SGLang on which this package relies exist, and only one package uses SGLang's private names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import pytest
 
 import dsv4_sglang
 from dsv4_sglang.cli import doctor
-from dsv4_sglang.srt.integration import activate, compat, sglang_contract
-from dsv4_sglang.srt.integration.hooks import hooks_of
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ServerContext
-from dsv4_sglang.srt.integration.sglang_contract import Hook
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
+from dsv4_sglang.srt.plugin import activate, sglang_contract
+from dsv4_sglang.srt.plugin.hooks import hooks_of
+from dsv4_sglang.srt.plugin.overrides import OVERRIDES
+from dsv4_sglang.srt.plugin.server_context import ServerContext
+from dsv4_sglang.srt.plugin.sglang_contract import Hook
 from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
+from dsv4_sglang.srt.sglang import release
 
 PACKAGE = Path(dsv4_sglang.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
@@ -78,12 +80,12 @@ def foreign_private_names(sources: dict[str, str]) -> set[tuple[str, str]]:
     }
 
 
-def test_private_names_of_sglang_are_in_compat_only() -> None:
+def test_private_names_of_sglang_are_in_its_package_only() -> None:
     files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     sources = {
         name: text
         for name, text in files.items()
-        if name != "srt/integration/compat.py" and (name.startswith("srt/") or re.search(r"\bsglang\.", text))
+        if not name.startswith("srt/sglang/") and (name.startswith("srt/") or re.search(r"\bsglang\.", text))
     }
     assert foreign_private_names(sources) == set()
     for line in (
@@ -103,9 +105,9 @@ def test_private_methods_that_are_overridden_are_listed() -> None:
         for name in vars(ours)
         if PRIVATE.fullmatch(name) and name in vars(base) and name not in ("_abc_impl", "_is_protocol")
     }
-    assert found == {(pkgutil.resolve_name(override.ours), override.method) for override in compat.OVERRIDES}
-    assert all(override.reason for override in compat.OVERRIDES)
-    assert sglang_contract.override_differences() == []
+    assert found == {(pkgutil.resolve_name(override.ours), override.method) for override in OVERRIDES}
+    assert all(override.reason for override in OVERRIDES)
+    assert sglang_contract.override_differences(OVERRIDES) == []
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
@@ -137,32 +139,35 @@ def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("release", "text", "state"),
+    ("version", "text", "state"),
     [
         ("0.5.23", "0.5.23, the supported release", "ok"),
         ("0.5.99", "0.5.99, not tested; supported: 0.5.23", "note"),
     ],
 )
 def test_the_state_of_a_release(
-    release: str, text: str, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    version: str, text: str, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The doctor names it, and a server of another release starts with one warning."""
-    monkeypatch.setattr(compat, "sglang_version", lambda: release)
-    monkeypatch.setattr(doctor, "_version", lambda _distribution: release)
+    monkeypatch.setattr(release, "sglang_version", lambda: version)
+    monkeypatch.setattr(doctor, "_version", lambda _distribution: version)
     (finding,) = doctor.sglang_version(gpu=False)
     assert finding.found.startswith(text) and finding.state == state
     activate.warn_of_release()
-    said = f"dsv4_sglang: this is SGLang {release}; supported: 0.5.23; its hooks are as expected, but flags"
+    said = f"dsv4_sglang: this is SGLang {version}; supported: 0.5.23; its hooks are as expected, but flags"
     assert len(caplog.messages) == (state == "note") and all(message.startswith(said) for message in caplog.messages)
 
 
-@pytest.mark.parametrize("release", ["0.5.23", "0.5.20"])
-def test_a_release_that_does_not_fit_is_rejected_in_one_line(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "sglang_version", lambda: release)
-    with pytest.raises(LaunchError if release == "0.5.20" else ImportError) as error, compat.rejecting_other_releases():
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.20"])
+def test_a_release_that_does_not_fit_is_rejected_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "sglang_version", lambda: version)
+    with (
+        pytest.raises(LaunchError if version == "0.5.20" else ImportError) as error,
+        release.rejecting_other_releases(),
+    ):
         raise ImportError("no module")
     said = "this package does not fit the installed release: this is SGLang 0.5.20; supported: 0.5.23; "
-    assert release == "0.5.23" or str(error.value) == said + "ImportError('no module')"
+    assert version == "0.5.23" or str(error.value) == said + "ImportError('no module')"
 
 
 def test_a_target_that_is_gone_is_named() -> None:
@@ -171,10 +176,10 @@ def test_a_target_that_is_gone_is_named() -> None:
 
 
 def test_an_override_that_is_gone_or_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = next(override for override in compat.OVERRIDES if "Mamba" in override.base)
-    monkeypatch.setattr(compat, "OVERRIDES", (tree._replace(method="_gone"),))
-    assert sglang_contract.override_differences() == [f"{tree.base}._gone does not exist in this SGLang: {tree.reason}"]
-    monkeypatch.setattr(compat, "OVERRIDES", (tree,))
+    tree = next(override for override in OVERRIDES if "Mamba" in override.base)
+    gone = tree._replace(method="_gone")
+    (line,) = sglang_contract.override_differences([gone])
+    assert line == f"{tree.base}._gone does not exist in this SGLang: {tree.reason}"
     monkeypatch.setattr(SnapshotComponent, tree.method, lambda self, tracker, device_frees: None)
-    (line,) = sglang_contract.override_differences()
+    (line,) = sglang_contract.override_differences([tree])
     assert line.startswith(f"{tree.base}.{tree.method} takes (tracker")

@@ -35,7 +35,7 @@ from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.formats import kv_entries
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.features import disaggregation
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
 from dsv4_sglang.srt.memory.served_layout import served_layout
 
@@ -95,7 +95,7 @@ def blocks_of(pool: CacheKVPool, blocks: Sequence[int]) -> list[Tensor]:
 
 
 def slot_of(pool: CacheKVPool, slot: int) -> list[Tensor]:
-    return [table[slot].clone() for table in pool.mamba_pool.storage.slot_tables()]
+    return [table[slot].view(torch.uint8).clone() for tensor in pool.mamba_pool.storage.tensors for table in tensor]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

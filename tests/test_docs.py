@@ -3,6 +3,7 @@
 Imports follow the package order.
 """
 
+import ast
 import json
 import re
 from itertools import chain
@@ -25,6 +26,7 @@ FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/
 # Pages of docs/design name modules relative to the package.
 MODULE = re.compile(r"`((?:model|formats|ops|cache|attention|standalone|testing|srt|planner|cli)/[\w./]*)`")
 IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
+PACKAGE_OF_SRT = re.compile(r"dsv4_sglang\.srt\.(\w+)")
 # 7 to 40 hexadecimal digits with at least one decimal digit and one letter.
 COMMIT = re.compile(r"(?<![\w.])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
@@ -218,3 +220,44 @@ def test_packages_import_in_the_order_of_the_architecture_page() -> None:
         if name in order[place + 1 :]
     ]
     assert not wrong
+
+
+def imports_from_below(order: list[str], package: str, source: str) -> list[str]:
+    """Return the packages that a module of `package` imports, or names in a string, although `order` has them later."""
+    later = order[order.index(package) + 1 :]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        found |= {match[1] for name in names if (match := PACKAGE_OF_SRT.match(name))}
+    return sorted(found.intersection(later))
+
+
+def test_packages_of_srt_import_in_the_order_of_the_architecture_page() -> None:
+    """This applies to imports inside functions and for type checking, and to modules that are named in strings."""
+    srt = ROOT / "dsv4_sglang" / "srt"
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    order = re.findall(r"^- `srt/(\w+)`:", page, re.MULTILINE)
+    assert sorted(order) == sorted(folder.name for folder in srt.iterdir() if list(folder.glob("*.py")))
+    wrong = {
+        str(file.relative_to(srt)): found
+        for package in order
+        for file in (srt / package).rglob("*.py")
+        if (found := imports_from_below(order, package, file.read_text()))
+    }
+    assert wrong == {}
+    for line in (
+        "from dsv4_sglang.srt import b",
+        "from dsv4_sglang.srt.b import f",
+        "import dsv4_sglang.srt.b.c as c",
+        "if TYPE_CHECKING:\n    from dsv4_sglang.srt.b.c import D",
+        "def f():\n    from dsv4_sglang.srt.b import c",
+        "MODULE = 'dsv4_sglang.srt.b.c'",
+    ):
+        assert imports_from_below(["a", "b"], "a", line) == ["b"] and not imports_from_below(["b", "a"], "a", line)

@@ -14,13 +14,13 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def test_two_requests(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "two_requests.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert "a prefix of 256 tokens: blocks [0, 1] and [0, 1]" in lines
-    assert "restored: 262 tokens in blocks [4, 5, 6]" in lines
-    assert "layer 1 CSA, request in slot 2, 402 tokens: window of 128 entries, 100 entries" in lines[-5]
-    # The first entry belongs to the shared prefix and is the same in any block.
-    firsts = {line.split("|entry 0| = ")[1] for line in lines if "|entry 0|" in line}
+    assert "a third request has slot 1 of the second one" in lines
+    assert "layer 1 CSA, request in slot 0, 402 tokens: window of 128 entries, 100 entries" in lines[-5]
+    assert lines[-2].startswith("  layer 2 HCA, request in slot 1, 128 tokens: window of 128 entries, 1 entries of 128")
+    # An entry stays as it was written.
+    firsts = {line.split("|entry 0| = ")[1] for line in lines if "|entry 0|" in line and "slot 0" in line}
     assert len(firsts) == 1
-    assert lines[-1] == "released: 24 blocks and 3 slots free"
+    assert lines[-1] == "released: 16 blocks and 2 slots free"
 
 
 @pytest.mark.parametrize(

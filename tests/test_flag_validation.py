@@ -13,20 +13,23 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default
 from sglang.srt.server_args import ServerArgs
 
 from dsv4_sglang.srt.attention import prefill_graphs
-from dsv4_sglang.srt.integration import compat, flag_validation, launch_command, sglang_contract
-from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
-from dsv4_sglang.srt.integration.flag_validation import (
+from dsv4_sglang.srt.launch.command import CONFIG_FLAG, CPU_FLAGS, OPT_IN_FLAG
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
+from dsv4_sglang.srt.plugin import flag_validation, sglang_contract
+from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS
+from dsv4_sglang.srt.plugin.flag_validation import (
     flag,
     reject_for_machine,
     reject_given,
     reject_resolved,
 )
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ServerContext
+from dsv4_sglang.srt.plugin.server_context import ServerContext
+from dsv4_sglang.srt.sglang.flags import current_flags, flag_defaults
+from dsv4_sglang.srt.sglang.models import config_class
 from dsv4_sglang.testing import tiny
 
-DEFAULTS = compat.flag_defaults()
+DEFAULTS = flag_defaults()
 # The denied fields that this release of SGLang has.
 REJECTED = {field: group for group in DENIED for field in group.fields.split() if field in DEFAULTS}
 # Rejected values and accepted values of each limited flag.
@@ -120,7 +123,7 @@ def test_a_flag_is_judged_once() -> None:
 
 def test_flags_that_are_read_are_in_the_contract() -> None:
     """The flags are found by the names of ServerArgs variables in this package."""
-    names = re.compile(r"\b(?:server_args|compat\.flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
+    names = re.compile(r"\b(?:server_args|current_flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
     sources = [path.read_text() for path in Path(sglang_contract.__file__).parents[1].rglob("*.py")]
     read = {name for source in sources for name in names.findall(source)} & DEFAULTS.keys()
     assert read and read <= {*sglang_contract.FLAGS_READ, *(limit.field for limit in LIMITS)}
@@ -254,7 +257,7 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
     args = arguments(cuda_graph_config=asked, **given)
     args._cuda_graph_config_locked = set()
     prefill_graphs.switch_on(args)
-    found = compat.flags(args).cuda_graph_config.prefill
+    found = current_flags(args).cuda_graph_config.prefill
     assert found.backend == backend
     if backend == "breakable":
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
@@ -339,7 +342,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, s
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         ServerContext(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
-    wider = compat.config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
+    wider = config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
     wider.context_len = 1024
     with pytest.raises(LaunchError, match=r"config\.json of dummy: config field 'sliding_window' is 256; this cache "):
         ServerContext(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)
@@ -429,7 +432,7 @@ def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None
 def test_no_flag_of_sglang_is_taken_for_an_abbreviation(parser: ArgumentParser) -> None:
     """This package reads some flags without SGLang's parser."""
     options = [option for action in parser._actions for option in action.option_strings]
-    read = [launch_command.OPT_IN_FLAG, launch_command.CONFIG_FLAG, *launch_command.CPU_FLAGS]
+    read = [OPT_IN_FLAG, CONFIG_FLAG, *CPU_FLAGS]
     read += ["--host", "--port", "--api-key", "--ssl-certfile", "--ssl-ca-certs"]
     for name in read:
         assert [option for option in options if option.startswith("--") and name.startswith(option)] == [name]

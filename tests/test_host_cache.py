@@ -23,11 +23,10 @@ from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import FileStorage
 from dsv4_sglang.srt.host_cache.transfers import TransferController
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.memory import copy_timer
 from dsv4_sglang.srt.memory.pools import CacheKVPool
-from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache import copy_timer, snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.sglang.tree import evict_from_host
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -401,7 +400,7 @@ def test_blocks_behind_no_snapshot_go_when_they_are_not_read_any_more(monkeypatc
     server._make_room(20)
     (parted,) = cache.root_node.children.values()
     assert len(parted.children) == 2
-    compat.evict_from_host(cache, parted, [server.component])
+    evict_from_host(cache, parted, [server.component])
     server.check()
     lock = cache.inc_host_lock_ref(parted.id).to_dec_params()
     assert cache.evict_host(20 * BLOCK) == 2 * BLOCK and cache.full_kv_pool_host.held == 2

@@ -27,7 +27,7 @@ from dsv4_sglang.srt.host_cache.folder import (
 from dsv4_sglang.srt.host_cache.locks import in_use
 from dsv4_sglang.srt.host_cache.storage import FileStorage
 from dsv4_sglang.srt.host_cache.used_folder import describe_weights
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 
 def orphans(folder: Path, age: float = 2 * STALE_SECONDS) -> dict[str, Path]:

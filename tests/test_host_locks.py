@@ -24,7 +24,7 @@ from dsv4_sglang.srt.host_cache.folder import clear, own_folder, prune
 from dsv4_sglang.srt.host_cache.locks import in_use, weights_of
 from dsv4_sglang.srt.host_cache.storage import LONGEST_KEY, LONGEST_UPDATE, FileStorage
 from dsv4_sglang.srt.host_cache.used_folder import UsedFolder, describe_weights
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 CONTENT, UPDATE = b"a file of this user that is no page", "0123456789abcdef"
 ROOT = os.geteuid() == 0

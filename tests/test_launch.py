@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -17,15 +18,27 @@ import pytest
 from safetensors.torch import load_file, save_file
 from sglang.srt.server_args import ServerArgs
 
-from dsv4_sglang.srt.integration import launch_command, plugin
-from dsv4_sglang.srt.integration.checkpoint_check import INDEX, check_checkpoint
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.launch.checkpoint_check import INDEX, check_checkpoint
+from dsv4_sglang.srt.launch.command import (
+    CPU_FLAGS,
+    CPU_SHIM,
+    OPT_IN_FLAG,
+    Command,
+    config_of,
+    cpu_environment,
+    engine_arguments,
+    flag_value,
+    server_command,
+)
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.plugin import entry_point
 from dsv4_sglang.testing import tiny
 
-FLAG = launch_command.OPT_IN_FLAG
+FLAG = OPT_IN_FLAG
 
 
-def _override(command: launch_command.Command) -> dict:
+def _override(command: Command) -> dict:
     values = [command.argv[i + 1] for i, word in enumerate(command.argv) if word == FLAG]
     assert len(values) == 1
     return json.loads(values[0])
@@ -33,10 +46,10 @@ def _override(command: launch_command.Command) -> dict:
 
 def test_keeps_what_the_user_overrides() -> None:
     given = {"dsv4_sglang": {"indexer_format": "fp32"}, "rope_theta": 5}
-    command = launch_command.server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
+    command = server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
     assert _override(command) == given
     assert command.argv[-4:] == ["--port", "1", "--tp", "1"]
-    assert _override(launch_command.server_command("m", [FLAG + '={"a": 1}'], cpu=True)) == {"dsv4_sglang": {}, "a": 1}
+    assert _override(server_command("m", [FLAG + '={"a": 1}'], cpu=True)) == {"dsv4_sglang": {}, "a": 1}
 
 
 @pytest.mark.parametrize(
@@ -64,23 +77,23 @@ def test_the_file_of_a_broken_config_is_named(
     if written is not None:
         (tmp_path / "config.json").write_text(written)
     with pytest.raises(LaunchError) as error:
-        launch_command.config_of(str(tmp_path), None)
+        config_of(str(tmp_path), None)
     assert str(error.value).startswith(f"{tmp_path / said}")
 
 
 def test_overrides_replace_fields_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**tiny.config_json(tiny.TinySpec()), "hidden_size": "wide"}))
-    assert launch_command.config_of(str(tmp_path), '{"hidden_size": 512, "dsv4_sglang": {}}')["hidden_size"] == 512
+    assert config_of(str(tmp_path), '{"hidden_size": 512, "dsv4_sglang": {}}')["hidden_size"] == 512
 
 
 def test_models_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for name in ("deepseek-ai/DeepSeek-V4-Flash", "s3://bucket/a/b"):
-        assert launch_command.config_of(name, None) == {}
+        assert config_of(name, None) == {}
     for missing in (str(tmp_path / "gone"), "DeepSeek-V4-Flash", "./models/tiny", "models/tiny", "a/b/c"):
         with pytest.raises(LaunchError) as error:
-            launch_command.config_of(missing, None)
+            config_of(missing, None)
         assert str(error.value).startswith(f"--model-path {missing}: no such folder; give ")
 
 
@@ -91,17 +104,17 @@ def test_a_config_that_sglang_cannot_read_gives_one_line(
     def read(*_args: object) -> None:
         raise OSError("no connection\nto the hub")
 
-    monkeypatch.setattr(plugin.OptIn, "_install", lambda *_: None)
+    monkeypatch.setattr(entry_point.OptIn, "_install", lambda *_: None)
     given = SimpleNamespace(model_path="a/b", json_model_override_args=overrides)
     with pytest.raises(
         error, match=r"--model-path a/b cannot be read; .* no connection to |^no connection\nto"
     ) as raised:
-        plugin.OptIn().build_model_config(read, given)
+        entry_point.OptIn().build_model_config(read, given)
     assert type(raised.value) is error
 
 
 def test_with_a_gpu_only_the_opt_in_is_added() -> None:
-    command = launch_command.server_command("m", ["--dtype", "bfloat16"], cpu=False, python="py")
+    command = server_command("m", ["--dtype", "bfloat16"], cpu=False, python="py")
     assert command.argv == [
         *["py", "-m", "sglang.launch_server", "--model-path", "m", FLAG, '{"dsv4_sglang": {}}'],
         *["--dtype", "bfloat16"],
@@ -111,14 +124,14 @@ def test_with_a_gpu_only_the_opt_in_is_added() -> None:
 
 @pytest.mark.parametrize("given", [["--max-total-tokens", "999"], ["--max-total-tokens=999"]])
 def test_a_flag_of_the_user_replaces_the_default_for_a_cpu(given: list[str]) -> None:
-    argv = launch_command.server_command("m", given, cpu=True).argv
+    argv = server_command("m", given, cpu=True).argv
     assert argv[-len(given) :] == given
     assert sum(word.startswith("--max-total-tokens") for word in argv) == 1
     assert argv[argv.index("--device") + 1] == "cpu"
 
 
 def test_the_printed_line_is_the_command() -> None:
-    command = launch_command.server_command("a dir/with 'quotes'", ["--host", "x y"], cpu=True)
+    command = server_command("a dir/with 'quotes'", ["--host", "x y"], cpu=True)
     words = shlex.split(command.shell())
     count = len(command.environment)
     assert dict(word.split("=", 1) for word in words[:count]) == command.environment
@@ -126,19 +139,19 @@ def test_the_printed_line_is_the_command() -> None:
 
 
 def test_cpu_environment_puts_the_stand_in_first_and_keeps_the_path() -> None:
-    mine = os.pathsep.join(["/mine", str(launch_command.CPU_SHIM), "/other"])
-    path = launch_command.cpu_environment({"PYTHONPATH": mine})["PYTHONPATH"].split(os.pathsep)
-    assert path == [str(launch_command.CPU_SHIM), "/mine", "/other"]
-    assert launch_command.cpu_environment({})["PYTHONPATH"] == str(launch_command.CPU_SHIM)
+    mine = os.pathsep.join(["/mine", str(CPU_SHIM), "/other"])
+    path = cpu_environment({"PYTHONPATH": mine})["PYTHONPATH"].split(os.pathsep)
+    assert path == [str(CPU_SHIM), "/mine", "/other"]
+    assert cpu_environment({})["PYTHONPATH"] == str(CPU_SHIM)
 
 
 def test_engine_arguments() -> None:
-    arguments = launch_command.engine_arguments("m", cpu=True, max_running_requests=3, dtype="float32")
+    arguments = engine_arguments("m", cpu=True, max_running_requests=3, dtype="float32")
     assert arguments["device"] == "cpu"
     assert arguments["max_running_requests"] == 3
-    assert arguments["max_total_tokens"] == int(launch_command.CPU_FLAGS["--max-total-tokens"])
+    assert arguments["max_total_tokens"] == int(CPU_FLAGS["--max-total-tokens"])
     assert json.loads(str(arguments["json_model_override_args"])) == {"dsv4_sglang": {}}
-    assert set(launch_command.engine_arguments("m", cpu=False)) == {"model_path", "json_model_override_args"}
+    assert set(engine_arguments("m", cpu=False)) == {"model_path", "json_model_override_args"}
 
 
 @pytest.mark.parametrize(
@@ -146,12 +159,12 @@ def test_engine_arguments() -> None:
     [(["--a", "1"], "1"), (["--a=1"], "1"), (["--a=1", "--a", "2"], "2"), (["--b", "--a"], ""), (["--ab", "1"], None)],
 )
 def test_flag_value(flags: list[str], found: str | None) -> None:
-    assert launch_command.flag_value(flags, "--a") == found
+    assert flag_value(flags, "--a") == found
 
 
 @pytest.mark.parametrize("given", [["--json-model-override", '{"a": 1}'], ['--j={"a": 1}']])
 def test_an_abbreviation_counts_as_in_sglangs_parser(given: list[str]) -> None:
-    command = launch_command.server_command("m", ["--port", "1", *given], cpu=False)
+    command = server_command("m", ["--port", "1", *given], cpu=False)
     assert _override(command) == {"dsv4_sglang": {}, "a": 1} and command.argv[-2:] == ["--port", "1"]
 
 
@@ -165,16 +178,14 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("join", [False, True])
 def test_flags_of_a_file(file: Path, join: bool) -> None:
     given = [f"--conf={file}"] if join else ["--config", str(file)]
-    command = launch_command.server_command("m", given, cpu=True)
+    command = server_command("m", given, cpu=True)
     assert _override(command) == {"dsv4_sglang": {}, "a": 1}
     assert command.argv[-2:] == ["--config", str(file)], "in two words, which SGLang looks for"
     assert "--max-total-tokens" not in command.argv and "--max-running-requests" in command.argv
-    assert launch_command.flag_value(given, "--port") == "77"
-    assert launch_command.flag_value([*given, "--port", "5"], "--port") == launch_command.flag_value(
-        ["--port", "5", *given], "--port"
-    )
-    assert launch_command.flag_value([*given, "--port", "5"], "--port") == "5"
-    more = launch_command.server_command("m", [*given, FLAG, '{"b": 2}'], cpu=False)
+    assert flag_value(given, "--port") == "77"
+    assert flag_value([*given, "--port", "5"], "--port") == flag_value(["--port", "5", *given], "--port")
+    assert flag_value([*given, "--port", "5"], "--port") == "5"
+    more = server_command("m", [*given, FLAG, '{"b": 2}'], cpu=False)
     assert _override(more) == {"dsv4_sglang": {}, "b": 2}, "the command line wins, as in SGLang"
 
 
@@ -183,7 +194,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "flags.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"--config .*flags\.yaml"):
-        launch_command.server_command("m", ["--config", str(tmp_path / "flags.yaml")], cpu=False)
+        server_command("m", ["--config", str(tmp_path / "flags.yaml")], cpu=False)
 
 
 # Files of a checkpoint
@@ -207,7 +218,7 @@ def _copy(whole: Path, folder: Path) -> Path:
 
 
 def _check(folder: Path, **flags: object) -> None:
-    config = launch_command.config_of(str(folder), None)
+    config = config_of(str(folder), None)
     check_checkpoint(str(folder), config, lambda field: flags.get(field))
 
 
@@ -313,6 +324,13 @@ def test_a_server_started_with_sglangs_command_is_checked_too(
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     for overrides, rejected in (('{"dsv4_sglang": {}}', True), ("{}", False)):
-        args = parser.parse_args(["--model-path", str(folder), launch_command.OPT_IN_FLAG, overrides])
+        args = parser.parse_args(["--model-path", str(folder), OPT_IN_FLAG, overrides])
         with pytest.raises(LaunchError, match=f"{SECOND} has 100000 bytes") if rejected else nullcontext():
-            plugin.before_command_line(object, args)
+            entry_point.before_command_line(object, args)
+
+
+def test_launch_needs_neither_torch_nor_sglang() -> None:
+    modules = [f"dsv4_sglang.srt.launch.{file.stem}" for file in Path(launch.__path__[0]).glob("[!_]*.py")]
+    code = f"import sys, {', '.join(modules)}; print(*{{'torch', 'sglang'}}.intersection(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert len(modules) > 4 and done.stdout == "\n"

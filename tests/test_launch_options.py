@@ -10,9 +10,8 @@ import torch
 
 from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.integration import activate
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options, from_override_args
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options, from_override_args
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import (
     GIB,
@@ -23,6 +22,7 @@ from dsv4_sglang.srt.memory.sizing import (
     table,
     tokens_of_pool,
 )
+from dsv4_sglang.srt.plugin import activate
 from dsv4_sglang.testing import tiny
 
 

@@ -16,10 +16,9 @@ import pytest
 from host_cache_harness import HostCacheServer
 from prefix_tree_server import BLOCK, without_a_server
 
-from dsv4_sglang.srt.integration import metrics
-from dsv4_sglang.srt.integration.metrics import HISTOGRAM, HOST, HOST_METRICS, METRICS, CacheMetrics, Metric
-from dsv4_sglang.srt.memory import copy_timer
-from dsv4_sglang.srt.memory.copy_timer import CopyTimer
+from dsv4_sglang.srt.prefix_cache import copy_timer, metrics
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
+from dsv4_sglang.srt.prefix_cache.metrics import HISTOGRAM, HOST, HOST_METRICS, METRICS, CacheMetrics, Metric
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -27,7 +26,7 @@ ROW = re.compile(r"^- `(dsv4_\w+)` \((\w+)\): (.+?)\.$", re.MULTILINE)
 PUBLISH = """
 from types import SimpleNamespace
 from prometheus_client import generate_latest
-from dsv4_sglang.srt.integration.metrics import CacheMetrics
+from dsv4_sglang.srt.prefix_cache.metrics import CacheMetrics
 slots = SimpleNamespace(timer=SimpleNamespace(), waits=SimpleNamespace())
 CacheMetrics(slots, enabled=True, rank=0, silent=False, host=True)
 text = generate_latest().decode()
@@ -36,8 +35,8 @@ print("\\n".join(line for line in text.splitlines() if "dsv4_" in line and "_cre
 COUNT = """
 from types import SimpleNamespace
 from prometheus_client import generate_latest
-from dsv4_sglang.srt.integration.metrics import CacheMetrics
-from dsv4_sglang.srt.memory.copy_timer import CopyTimer
+from dsv4_sglang.srt.prefix_cache.metrics import CacheMetrics
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 timers = [CopyTimer("cpu") for _ in range(4)]
 slots = SimpleNamespace(timer=timers[0], waits=timers[1], num_slots=9, available_size=lambda: 4, snapshot_bytes=10)
 metrics = CacheMetrics(slots, enabled=True, rank=3, silent=False, host=True)

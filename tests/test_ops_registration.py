@@ -78,7 +78,3 @@ def test_moves():
     check("swap_blocks", [torch.randn(4, 6)], host, torch.tensor([1, 3]), torch.tensor([0, 2]), True, [6])
     tables = torch.tensor([1, 0]), torch.tensor([300, 5]), torch.tensor([2, 1]).int(), torch.zeros(2, 384).int()
     check("gather_tables", *tables, torch.zeros(2).int(), torch.zeros(2, 3).int())
-    slices = torch.tensor([[4, 0, 9], [0, 3, 9], [2, 1, 9]])
-    update = torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int()
-    check("update_rows", *update)
-    check("update_rows", *update, torch.zeros(1).int())

@@ -26,9 +26,9 @@ from dsv4_sglang.cache.append import LayerTables
 from dsv4_sglang.cache.schema import build_schema
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerOutput
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.models import layers
 from dsv4_sglang.srt.models.layers import CachedAttention, CompressorWeights, IndexerWeights
+from dsv4_sglang.srt.sglang.models import config_class
 from dsv4_sglang.testing.tiny import TinySpec, config_json
 
 CONFIG = SimpleNamespace(
@@ -256,7 +256,7 @@ def test_parts_of_attention_that_some_processes_have_are_added_up(
     way with DP attention, and with context parallelism."""
     monkeypatch.setattr(layers.in_tree, "_FP8_WO_A_GEMM", False)
     spec = TinySpec()
-    config = compat.config_class()(**config_json(spec))
+    config = config_class()(**config_json(spec))
     torch.manual_seed(0)
     dim = config.num_attention_heads * 512 // config.o_groups
     wo_a = torch.randn(config.o_groups * config.o_lora_rank, dim, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.host_cache.page_names import SAMPLE_STEP, WEIGHT_FLAGS, digest_of_files, page_name, weight_facts
-from dsv4_sglang.srt.integration.options import model_overrides
+from dsv4_sglang.srt.launch.options import model_overrides
 
 # Flags that decide weights or arithmetic, written out: a flag that is left out of `WEIGHT_FLAGS` is seen.
 FLAGS = {

@@ -31,10 +31,11 @@ from dsv4_sglang.planner.plan import attempt, plan
 from dsv4_sglang.planner.recommend import GOALS, neighbours, recommend
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes
 from dsv4_sglang.planner.weights import DraftWeights, count_weights
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.options import Options, from_override_args
+from dsv4_sglang.srt.launch.options import Options, from_override_args
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import GIB
+from dsv4_sglang.srt.sglang.flags import flag_defaults
+from dsv4_sglang.srt.sglang.planning import published
 from dsv4_sglang.testing import tiny
 
 
@@ -67,7 +68,7 @@ def prepared() -> Iterator[None]:
     """
     importlib.import_module("sglang.srt.models.deepseek_v4")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ask_sglang, "prepare_this_process", lambda: None)
+        patch.setattr(ask_sglang, "import_sglang", lambda: None)
         yield
 
 
@@ -237,7 +238,7 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
     )
     gpu_mib = given.gpu.memory / 2**20
     graphs = memory_hook.reserve_for_graph_mb(server_args)
-    with compat.published(server_args, tp, dp):
+    with published(server_args, tp, dp):
         activations = runtime_context.pre_capture_activation_reserve_mb(gpu_mib)
     assert graph_bytes(given) == graphs * 2**20
     if dp == 1:  # SGLang has divided the chunk by the ranks; here it is the chunk of all ranks.
@@ -515,7 +516,7 @@ def test_the_command_runs_without_noise(tmp_path: Path) -> None:
 def command_of(printed: str) -> dict[str, str]:
     """Return the words of the printed command, each with the word after it. SGLang has all of its flags."""
     words = shlex.split(printed.splitlines()[-1])
-    known = compat.flag_defaults().keys()
+    known = flag_defaults().keys()
     assert all(word[2:].replace("-", "_") in known for word in words if word.startswith("--"))
     return dict(pairwise([*words, ""]))
 

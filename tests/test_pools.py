@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, PagedKVPool, build_schema
+from dsv4_sglang.cache import CacheLayout, StateStorage
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
-from dsv4_sglang.standalone import SlotStorage, StateCachePool
+from dsv4_sglang.standalone import LayerCacheSchema, PagedKVPool, StateCachePool, build_schema
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH = DSV4Config.flash()
@@ -21,19 +21,6 @@ ONLINE = ["tail_max", "tail_sum", "tail_acc"]
 
 def schema(kind: AttentionType, **options: str) -> LayerCacheSchema:
     return build_schema(FLASH, SPECS[kind], **options)
-
-
-def storage_of(*schemas: LayerCacheSchema, slots: int = 3, device: torch.device | str = "cpu") -> SlotStorage:
-    return SlotStorage(CacheLayout(schemas, torch.device(device)), slots)
-
-
-def state_pool(schema: LayerCacheSchema, slots: int = 3, device: torch.device | str = "cpu") -> StateCachePool:
-    """Return the state of a layer that is the only one of its cache."""
-    return StateCachePool(storage_of(schema, slots=slots, device=device), 0)
-
-
-def within(view: Tensor, table: Tensor) -> bool:
-    return view.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
 
 
 def values(*shape: int) -> Tensor:
@@ -103,7 +90,7 @@ def test_unquantised_pool_has_no_split_views() -> None:
     assert (pool.index_keys.shape, pool.index_keys.dtype) == ((2, 32, 128), torch.float32)
     views = ("entries_fp8", "entries_rope", "inv_scale", "indexer_keys_fp4", "indexer_scales")
     assert [getattr(pool, name) for name in views] == [None] * 5
-    state = state_pool(schema(SWA, kv_format="fp32"))
+    state = StateCachePool(schema(SWA, kv_format="fp32"), 3, "cpu")
     assert (state.ring.shape, state.ring.dtype) == ((3, 128, 512), torch.float32)
     assert [state.swa_fp8, state.swa_rope, state.swa_inv] == [None] * 3
 
@@ -129,10 +116,9 @@ def test_block_padding_only_on_sm100(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With padding between blocks the views address the right rows, and the padding counts as memory."""
     monkeypatch.setattr(kv_entries, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
-    pool, storage = PagedKVPool(schema(CSA), 3, "cpu"), storage_of(schema(SWA))
-    state = StateCachePool(storage, 0)
+    pool, state = PagedKVPool(schema(CSA), 3, "cpu"), StateCachePool(schema(SWA), 3, "cpu")
     assert pool.memory_bytes() == 3 * (19008 + 32 * 72)
-    assert storage.memory_bytes() == 3 * 74880
+    assert state.memory_bytes() == 3 * 74880
     for table, fp8, rope, inv in (
         (pool.entries, pool.entries_fp8, pool.entries_rope, pool.inv_scale),
         (state.ring, state.swa_fp8, state.swa_rope, state.swa_inv),
@@ -142,7 +128,7 @@ def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(
             dequantised(fp8, rope, inv).view(n, 512), KVBuffer(table, KVFormat.FP8).read(torch.arange(n))
         )
-    storage.copy_slot(0, 2)
+    state.copy_slot(0, 2)
     assert torch.equal(state.swa_fp8[2], state.swa_fp8[0])
     assert torch.equal(state.swa_inv[2].view(torch.uint8), state.swa_inv[0].view(torch.uint8))
     assert not torch.equal(state.swa_fp8[1], state.swa_fp8[0])
@@ -163,7 +149,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(("kind", "form"), SHAPES)
 def test_state_views(kind: AttentionType, form: str) -> None:
-    pool = state_pool(schema(kind, hca_state=form))
+    pool = StateCachePool(schema(kind, hca_state=form), 3, "cpu")
     assert (pool.swa_fp8.shape, pool.swa_rope.shape, pool.swa_inv.shape) == ((3, 128, 448), (3, 128, 64), (3, 128))
     assert (pool.swa_pos.shape, pool.swa_head.shape) == ((3, 128), (3,))
     assert (pool.tail_len is None) == (kind is SWA)
@@ -180,7 +166,7 @@ def test_state_views(kind: AttentionType, form: str) -> None:
 
 def test_csa_compressor_state_rows() -> None:
     """The ops use 4 rows of current k, 4 of current z, 8 of previous k and 8 of previous z."""
-    pool = state_pool(schema(CSA), slots=1)
+    pool = StateCachePool(schema(CSA), 1, "cpu")
     pool.compressor_state.copy_(torch.arange(24.0)[None, :, None].expand(1, 24, 640))
     pool.compressor_state[..., 512:] += 100
     first = [getattr(pool, name)[0, 0, 0].item() for name in COMPRESSOR_STATES + INDEX_COMPRESSOR_STATES]
@@ -189,54 +175,52 @@ def test_csa_compressor_state_rows() -> None:
 
 def test_layers_of_a_storage() -> None:
     """Layers of one kind share a tensor, in their order."""
-    storage = storage_of(*(schema(kind) for kind in (SWA, CSA, HCA, CSA)))
+    storage = StateStorage(CacheLayout(tuple(schema(kind) for kind in (SWA, CSA, HCA, CSA)), torch.device("cpu")), 3)
     assert storage.rings.shape == (4, 3, 128, 584)
     assert storage.compressor_states[CSA].shape == (2, 3, 24, 640)
     assert storage.compressor_states[HCA].shape == (1, 3, 256, 512)
     for layer in range(4):
-        pool = StateCachePool(storage, layer)
-        for tensor in (pool.ring, pool.swa_head, pool.compressor_state, pool.tail_len):
+        for tensor in (storage.ring(layer), storage.compressor_state(layer)):
             if tensor is not None:
                 tensor.fill_(layer + 1)
-    assert storage.rings[:, 0, 0, 0].tolist() == storage.swa_head[:, 2].tolist() == [1, 2, 3, 4]
+    assert storage.rings[:, 0, 0, 0].tolist() == [1, 2, 3, 4]
     assert storage.compressor_states[CSA][:, 1, 5, 600].tolist() == [2.0, 4.0]
     assert storage.compressor_states[HCA][:, 1, 200, 300].tolist() == [3.0]
-    assert storage.tail_len[:, 0].tolist() == [0, 2, 3, 4]
 
 
-def test_reset_and_copy_of_a_slot(device: torch.device) -> None:
-    storage = storage_of(*(schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)), slots=4, device=device)
-    for tensor in storage.tensors:
+@pytest.mark.parametrize("kind", [SWA, CSA, HCA])
+def test_reset_and_copy_of_a_slot(device: torch.device, kind: AttentionType) -> None:
+    pool = StateCachePool(schema(kind, hca_state="online"), 4, device)
+    assert len(pool.tensors) == (3 if kind is SWA else 5)
+    for tensor in pool.tensors:
         for slot in range(4):
-            tensor[:, slot] = slot + 1
-    storage.copy_slot(1, 3)
-    storage.reset_slot(1)
-    for tensor in storage.tensors:
-        empty = -1 if tensor is storage.swa_pos else 0
+            tensor[slot] = slot + 1
+    pool.copy_slot(1, 3)
+    pool.reset_slot(1)
+    for tensor in pool.tensors:
+        empty = -1 if tensor is pool.swa_pos else 0
         for slot, value in enumerate((1, empty, 3, 2)):
-            assert bool((tensor[:, slot] == value).all())
+            assert bool((tensor[slot] == value).all())
 
 
 def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="0 state slots"):
-        storage_of(schema(SWA), slots=0)
+        StateCachePool(schema(SWA), 0, "cpu")
     with pytest.raises(ValueError, match="no layers"):
-        storage_of()
+        CacheLayout((), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("slot", [-1, 4])
 def test_a_slot_that_does_not_exist(slot: int) -> None:
     """No slot changes. A negative number would count from the end."""
-    storage = storage_of(schema(CSA), slots=4)
-    for tensor in storage.tensors:
+    pool = StateCachePool(schema(CSA), 4, "cpu")
+    for tensor in pool.tensors:
         tensor.fill_(7)
-    calls = (
-        lambda: storage.reset_slot(slot),
-        lambda: storage.copy_slot(slot, 0),
-        lambda: storage.copy_slot(0, slot),
-        lambda: storage.resume_slot(slot, 128),
-    )
-    for call in calls:
+    for call in (
+        lambda: pool.reset_slot(slot),
+        lambda: pool.copy_slot(slot, 0),
+        lambda: pool.copy_slot(0, slot),
+    ):
         with pytest.raises(ValueError, match=rf"slot {slot} does not exist; expected 0\.\.3"):
             call()
-    assert all(bool((tensor == 7).all()) for tensor in storage.tensors)
+    assert all(bool((tensor == 7).all()) for tensor in pool.tensors)

@@ -13,11 +13,11 @@ from dsv4_sglang.cache import CacheLayout, StateStorage
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.memory import copy_timer
-from dsv4_sglang.srt.memory.copy_timer import CopyTimer
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.pools import StateParams, StateSlotPool
 from dsv4_sglang.srt.memory.served_layout import served_layout
+from dsv4_sglang.srt.prefix_cache import copy_timer
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 
 
 def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, draft_tokens: int = 0) -> StateSlotPool:

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from dsv4_sglang.cli import app
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"

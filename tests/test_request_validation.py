@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from dsv4_sglang.srt.integration.request_validation import (
+from dsv4_sglang.srt.plugin.request_validation import (
     MAX_ANSWERS,
     NOT_SERVED,
     SET_BY_SGLANG,

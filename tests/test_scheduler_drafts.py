@@ -23,7 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils
 from torch import Tensor
 
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.models import config_class
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -44,7 +44,7 @@ def test_a_dspark_head_is_taken(
 ) -> None:
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # This mode reads the confidence head too.
     folder = make_tiny(tmp_path / "tiny", TinySpec(ratios=(0, 4, 128), dspark=block))
-    config = compat.config_class()(**json.loads((folder / "config.json").read_text()))
+    config = config_class()(**json.loads((folder / "config.json").read_text()))
     model = deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark(config)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))

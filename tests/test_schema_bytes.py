@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, StateStorage, build_schema, compute_block_budget
+from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, StateStorage, build_schema
 from dsv4_sglang.formats import KVFormat, make_kv_buffers
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
-from dsv4_sglang.standalone import KVCacheManager
+from dsv4_sglang.standalone import KVCacheManager, compute_block_budget
 
 CPU = torch.device("cpu")
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
@@ -86,7 +86,7 @@ def test_a_budget_is_what_the_cache_allocates(config: DSV4Config, formats: dict[
         **formats,
     )
     assert manager.memory_bytes() == budget["bytes"]
-    assert manager.state.memory_bytes() == 2 * budget["state_bytes"]
+    assert sum(pool.memory_bytes() for pool in manager.state_pools) == 2 * budget["state_bytes"]
 
 
 def test_options_that_are_rejected() -> None:

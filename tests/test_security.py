@@ -57,8 +57,8 @@ def test_the_environment_is_what_the_page_lists() -> None:
                 found.add(node.attr)
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
                 found.add(ast.literal_eval(node.slice))
-            # Tables name variables too. `launch_command` sets those of a CPU for the server that it starts.
-            if isinstance(node, ast.Constant) and module.name != "launch_command.py":
+            # Tables name variables too. `launch.command` sets those of a CPU for the server that it starts.
+            if isinstance(node, ast.Constant) and module.name != "command.py":
                 found.update(re.findall(r"^SGLANG_[A-Z0-9_]+$", str(node.value)))
     listed = PAGE[PAGE.index("## Environment variables") :]
     assert found == set(re.findall(r"`([A-Z][A-Z0-9_]+)`", listed))

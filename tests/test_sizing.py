@@ -9,7 +9,7 @@ import torch
 
 from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.model import DSV4Config, build_schedule
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.memory.sizing import (
     GIB,
     StateDemand,

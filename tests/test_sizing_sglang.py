@@ -25,10 +25,10 @@ from dsv4_sglang.planner.gpus import GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import plan
 from dsv4_sglang.planner.reserves import token_table_bytes
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ServerContext
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, table
+from dsv4_sglang.srt.plugin.server_context import ServerContext
+from dsv4_sglang.srt.sglang.planning import published
 
 # GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape.
 MEMORY = 78.82
@@ -87,7 +87,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
         }
         for name, values in settings.items():
             monkeypatch.setattr(runtime_context, f"get_{name}", partial(lambda part: part, SimpleNamespace(**values)))
-        monkeypatch.setattr(compat, "model_config", lambda _config: config)
+        monkeypatch.setattr("dsv4_sglang.srt.plugin.server_context.model_config", lambda _config: config)
         monkeypatch.setattr(mamba_checkpoint_pool, "maybe_init_int8_mamba_checkpoint_pool", lambda **_: None)
         return Configurator(
             model_config=SimpleNamespace(hf_config=None, context_len=1 << 20),
@@ -203,7 +203,7 @@ def test_a_decode_servers_pool_is_what_was_counted(configurator: Any) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, drafts: int) -> None:
-    with compat.published(ServerArgs(model_path="dummy", device="cpu", page_size=128, **speculation(drafts))):
+    with published(ServerArgs(model_path="dummy", device="cpu", page_size=128, **speculation(drafts))):
         extra = get_req_to_token_extra_context_len()
     launched = configurator(flashshape(), 2, max_snapshots=4, drafts=drafts)
     tokens_of(launched, MEMORY)

@@ -26,7 +26,7 @@ from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.features import sleep
-from dsv4_sglang.srt.integration.control_requests import FatalError
+from dsv4_sglang.srt.features.control_requests import FatalError
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool
 
 POLICIES = ("write_through", "write_through_selective", "write_back")

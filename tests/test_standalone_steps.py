@@ -14,45 +14,28 @@ from standalone_harness import (
     ONLINE,
     Layer,
     Request,
+    all_bytes,
     attend,
-    block_views,
     check,
     make_manager,
     run_step,
 )
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_sglang.standalone import KVCacheManager, LayerCacheHandle
 
 
-def append_first_layer(manager: KVCacheManager, request: Request, positions: Sequence[int], **options: int) -> None:
+def append_first_layer(manager: KVCacheManager, request: Request, positions: Sequence[int]) -> None:
     """Append tokens of one request to the layer without a compressor."""
     slots = torch.full((len(positions),), request.slot, device=manager.device)
-    step = manager.begin_step(slots, torch.tensor(positions, device=manager.device), slots, **options)
+    step = manager.begin_step(slots, torch.tensor(positions, device=manager.device), slots)
     layer = request.layers[0]
     manager.layer(0, step).append(layer.inputs["kv"][: len(positions)], layer.weights)
 
 
 # --- start positions of a step ----------------------------------------------------------------------------------------
-
-
-def test_a_step_of_drafts_may_be_rolled_back_and_no_further() -> None:
-    manager = make_manager(draft_tokens=4, **ONLINE)
-    request = Request.admit(manager, 0)
-    run_step(manager, [(request, 20)])
-    with pytest.raises(ValueError, match="begins at 20, not at 19"):
-        append_first_layer(manager, request, [19])
-    run_step(manager, [(request, 4)])
-    for position in (20, 25):
-        with pytest.raises(ValueError, match=rf"begins at one of 21\.\.24, not at {position}"):
-            append_first_layer(manager, request, [position])
-    back = request.branch(request.slot, 1, 21)
-    run_step(manager, [(back, 1)])
-    with pytest.raises(ValueError, match="begins at 22, not at 21"):
-        append_first_layer(manager, request, [21])
-    run_step(manager, [(back, 30)])
-    check(back, **ONLINE)
 
 
 def test_layers_go_on_by_themselves() -> None:
@@ -74,7 +57,7 @@ def test_layers_go_on_by_themselves() -> None:
     for one, other in zip(first, second):
         append(one, 0)
         append(other, 1)
-        with pytest.raises(ValueError, match=f"layer {one.layer_idx} has already appended this step"):
+        with pytest.raises(ValueError, match=f"has 2 tokens in layer {one.layer_idx}, so its next step begins at 2"):
             append(one, 0)
     assert manager.length_of(request.slot) == 2
     again = handles(1)
@@ -98,11 +81,12 @@ def test_a_request_without_its_blocks_is_empty() -> None:
     request = Request.admit(manager, 0)
     run_step(manager, [(request, 200)])
     manager.release_blocks(request.slot)
-    assert manager.length_of(request.slot) == 0 and bool((manager.state.swa_pos[:, request.slot] == -1).all())
+    assert manager.length_of(request.slot) == 0
+    assert all(bool((state.swa_pos[request.slot] == -1).all()) for state in manager.state_pools)
     manager.allocate_block(request.slot)
     with pytest.raises(ValueError, match="begins at 0, not at 100"):
         append_first_layer(manager, request, [100])
-    new = Request(request.slot, request.history, request.layers, [[] for _ in request.layers])
+    new = Request(request.slot, request.seed, request.layers, [[] for _ in request.layers])
     run_step(manager, [(new, 131)])
     check(new, **EXACT)
 
@@ -127,68 +111,68 @@ class NoReadBack(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorded:
-    """Decode step of up to `size` requests with `each` tokens, over tensors with fixed addresses. All requests use the
-    weights of `layers`."""
+class NoList(TorchFunctionMode):
+    """Mode that fails at a tensor whose values become a list, which `NoReadBack` does not see."""
 
-    def __init__(self, manager: KVCacheManager, layers: list[Layer], size: int, each: int = 1) -> None:
-        self.manager, self.layers, self.size, self.each = manager, layers, size, each
-        device, tokens = manager.device, size * each
-        self.slots = torch.full((tokens,), -1, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.ids = torch.arange(size, device=device).repeat_interleave(each)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__ not in ("tolist", "numpy"), f"{func} reads back"
+        return func(*args, **(kwargs or {}))
+
+
+class Recorded:
+    """Decode step of up to `size` requests over tensors with fixed addresses. All requests use the weights of
+    `layers`."""
+
+    def __init__(self, manager: KVCacheManager, layers: list[Layer], size: int) -> None:
+        self.manager, self.layers, self.size = manager, layers, size
+        device = manager.device
+        self.slots = torch.full((size,), -1, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.ids = torch.arange(size, device=device)
         self.inputs = [
-            {name: torch.zeros(tokens, *x.shape[1:], device=device) for name, x in layer.inputs.items()}
+            {name: torch.zeros(size, *x.shape[1:], device=device) for name, x in layer.inputs.items()}
             for layer in layers
         ]
         self.outputs: list[Tensor] = []
         self.replay: Callable[[], object] | None = None
 
-    def forward(self) -> None:
-        step = self.manager.begin_step(
-            self.slots, self.positions, self.ids, tokens_per_request=None if self._is_recorded() else self.each
-        )
+    def forward(self, decode: bool) -> None:
+        step = self.manager.begin_step(self.slots, self.positions, self.ids, decode=decode)
         self.outputs = []
         for i, (layer, x) in enumerate(zip(self.layers, self.inputs)):
             handle = self.manager.layer(i, step)
             handle.append(x["kv"], layer.weights, x.get("kv_score"), x.get("index_kv_score"))
             self.outputs.append(attend(handle, layer, x, most=LONGEST // 4))
 
-    def _is_recorded(self) -> bool:
-        """Return True in a capture of one token per request, where the number of tokens need not be declared."""
-        return self.manager.device.type == "cuda" and self.each == 1
-
     def _record(self) -> Callable[[], object]:
         if self.manager.device.type == "cpu":
 
             def run() -> None:
-                with NoReadBack():
-                    self.forward()
+                with NoReadBack(), NoList():
+                    self.forward(decode=True)
 
             return run
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.forward()
+            self.forward(decode=False)  # A captured step is not read back, as one with `decode`.
         return graph.replay
 
     def __call__(self, requests: Sequence[Request], order: Sequence[int], at: Sequence[int] | None = None) -> None:
         """Run one step. Request b is at place `order[b]` of the step, and the other places are padding. `at` overrides
         the positions at which the requests continue."""
+        begins = [request.length for request in requests] if at is None else at
+        self.slots.fill_(-1)
+        self.positions.zero_()
         for i, values in enumerate(self.inputs):
             for name, x in values.items():
                 x.fill_(7.0)
                 for request, place in zip(requests, order):
-                    part = slice(place * self.each, (place + 1) * self.each)
-                    x[part] = request.layers[i].inputs[name][request.length : request.length + self.each]
-        self.slots.fill_(-1)
-        self.positions.zero_()
-        begins = [request.length for request in requests] if at is None else at
+                    x[place] = request.layers[i].inputs[name][request.length]
         for request, place, begin in zip(requests, order, begins):
-            part = slice(place * self.each, (place + 1) * self.each)
-            self.slots[part] = request.slot
-            self.positions[part] = torch.arange(begin, begin + self.each, device=self.positions.device)
-            while 128 * len(self.manager.blocks_of(request.slot)) < begin + self.each:
+            self.slots[place] = request.slot
+            self.positions[place] = begin
+            while 128 * len(self.manager.blocks_of(request.slot)) <= begin:
                 self.manager.allocate_block(request.slot)
         self.replay = self.replay or self._record()
         self.replay()
@@ -197,14 +181,13 @@ class Recorded:
         """Append the outputs of the step's last call to the requests."""
         for request, place in zip(requests, order):
             for i, out in enumerate(self.outputs):
-                request.outputs[i].append(out[place * self.each : (place + 1) * self.each].clone())
-            request.length += self.each
+                request.outputs[i].append(out[place : place + 1].clone())
+            request.length += 1
 
 
 @pytest.mark.parametrize("options", [EXACT, ONLINE], ids=["raw", "online"])
 def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[str, Any]) -> None:
-    """Replays cross the ends of windows and blocks, in any order and with padding. A chunk and a fork run between
-    replays."""
+    """Replays cross the ends of windows and blocks, in any order and with padding. A chunk runs between replays."""
     manager = make_manager(device, **options)
     requests = [Request.admit(manager, seed) for seed in range(2)]
     run_step(manager, [(requests[0], 123), (requests[1], 2)])
@@ -220,34 +203,12 @@ def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[
 
     steps(7)
     run_step(manager, [(requests[1], 120)])
-    requests.append(requests[0].fork(manager, 5))
+    requests.append(Request.admit(manager, 2))
+    run_step(manager, [(requests[2], 126)])
     steps(6)
-    assert [manager.length_of(r.slot) for r in requests] == [137, 136, 137]
+    assert [manager.length_of(r.slot) for r in requests] == [137, 136, 132]
     for request in requests:
         check(request, **EXACT)
-
-
-def test_a_recorded_step_of_drafts(device: torch.device) -> None:
-    """Each step has three tokens per request, of which the next step keeps one to three."""
-    manager = make_manager(device, draft_tokens=3, **ONLINE)
-    requests = [Request.admit(manager, seed) for seed in range(2)]
-    run_step(manager, [(requests[0], 120), (requests[1], 3)])
-    run_step(manager, [(request, 3) for request in requests])
-    recorded = Recorded(manager, requests[0].layers, size=2, each=3)
-    for turn in range(6):
-        kept = [1 + (turn + i) % 3 for i in range(2)]
-        requests = [r.branch(r.slot, 10 * turn + i, r.length - 3 + kept[i]) for i, r in enumerate(requests)]
-        recorded(requests, [1, 0])
-        recorded.take(requests, [1, 0])
-    manager.raise_if_skipped()
-    run_step(manager, [(request, 20) for request in requests])
-    for request in requests:
-        check(request, **ONLINE)
-
-
-def state_bytes(manager: KVCacheManager) -> list[Tensor]:
-    blocks = (view.clone() for view in block_views(manager))
-    return [*blocks, *(tensor.view(torch.uint8).clone() for tensor in manager.state.slot_tables())]
 
 
 def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) -> None:
@@ -261,44 +222,43 @@ def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) ->
     recorded(requests, [0, 1])
     recorded.take(requests, [0, 1])
     manager.raise_if_skipped()
-    before = state_bytes(manager)
+    before = all_bytes(manager)
 
     def skipped(message: str) -> None:
-        assert all(torch.equal(a, b) for a, b in zip(before, state_bytes(manager))), message
+        assert all(torch.equal(a, b) for a, b in zip(before, all_bytes(manager))), message
         with pytest.raises(ValueError, match=message):
             manager.raise_if_skipped()
         manager.raise_if_skipped()  # The error is raised once.
 
     recorded(requests[:1], [1], at=[103])
     skipped(
-        "skipped state slot 0 at position 103: positions: state slot 0 has 102 tokens in layer 0, so its next step "
-        "begins at 102, not at 103"
+        "a step that was not read back skipped state slot 0 at position 103: its tokens do not end there, it has no "
+        "block for the position, or it was in the step twice"
     )
     recorded.positions[0], recorded.slots[0] = 400, 0
     recorded.slots[1:] = -1
     assert recorded.replay is not None
     recorded.replay()
-    skipped(r"position 400 of state slot 0, .* has no block: allocate_block\(0\)")
-    recorded.slots[0], recorded.positions[0] = 7, 0
+    skipped("skipped state slot 0 at position 400")
+    recorded.positions[0] = -3
     recorded.replay()
-    skipped(r"a slot is not in -1\.\.2")
+    skipped("skipped state slot 0 at position -3")
+    for slot in (3, 7, -2):
+        recorded.slots[0], recorded.positions[0] = slot, 0
+        recorded.replay()
+        skipped(r"skipped a slot that is not in -1\.\.2 at position 0")
+    recorded.slots[0] = 2
+    recorded.replay()
+    skipped("skipped state slot 2 at position 0")
     recorded(requests, [2, 0])
     recorded.take(requests, [2, 0])
     manager.raise_if_skipped()
     recorded(requests[:1] * 2, [0, 1])
     recorded.take(requests[:1], [0])
-    with pytest.raises(ValueError, match="two requests are in state slot 0"):
+    with pytest.raises(ValueError, match="skipped state slot 0"):
         manager.raise_if_skipped()
     for request in requests:
         check(request, **EXACT)
-
-
-def test_tokens_per_request_that_cannot_be() -> None:
-    manager = make_manager(draft_tokens=3, **ONLINE)
-    three = torch.arange(3)
-    for count in (0, 2, 4):
-        with pytest.raises(ValueError, match=f"tokens_per_request is {count} in a step of 3 tokens; expected 1 to 3"):
-            manager.begin_step(three, three, three, tokens_per_request=count)
 
 
 def test_an_eager_step_reads_back() -> None:
@@ -306,5 +266,5 @@ def test_an_eager_step_reads_back() -> None:
     manager = make_manager(**EXACT)
     request = Request.admit(manager, 0)
     manager.allocate_block(request.slot)
-    with pytest.raises(AssertionError, match="reads back"), NoReadBack():
+    with pytest.raises(AssertionError, match="reads back"), NoReadBack(), NoList():
         append_first_layer(manager, request, [0])

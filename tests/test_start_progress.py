@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dsv4_sglang.srt.integration import start_progress
-from dsv4_sglang.srt.integration.start_progress import compiling, logged, note_graph
+from dsv4_sglang.srt.plugin import start_progress
+from dsv4_sglang.srt.plugin.start_progress import compiling, logged, note_graph
 
 
 @pytest.fixture

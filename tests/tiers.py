@@ -41,7 +41,6 @@ FULL = frozenset(
         # Repeated numerical checks.
         "test_make_tiny.py",
         "test_processors.py",
-        "test_standalone_sharing.py",
         "test_v41_cache.py::test_chunks_and_single_tokens_equal_dense",
         # Builds, commands as processes, pages.
         "test_benchmarks.py",

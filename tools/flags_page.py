@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from textwrap import TextWrapper
 
-from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
-from dsv4_sglang.srt.integration.flag_validation import flag
+from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS
+from dsv4_sglang.srt.plugin.flag_validation import flag
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "flags.md"
 WRAPPER = TextWrapper(120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)

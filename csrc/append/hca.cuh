@@ -16,7 +16,7 @@ struct Shared {
 
 /// Sources of the rows of one HCA window: `old` rows of the raw compressor state, then projections. Pointers are at the
 /// channels of the thread.
-struct HcaIndices {
+struct HcaSources {
   const float* compressor_state;  // raw compressor state of the slot, or null
   int old;                        // rows from before the step, in `compressor_state`
   const float* scores;            // projections of window row 0, possibly before the step's first token
@@ -26,7 +26,7 @@ struct HcaIndices {
 
 /// Adds the rows of this group among first .. last - 1.
 template <int groups, int batch>
-__device__ __forceinline__ void pool_rows(Pool& pool, const HcaIndices& from, int first, int last, int group) {
+__device__ __forceinline__ void pool_rows(Pool& pool, const HcaSources& from, int first, int last, int group) {
   for (int row = first + group; row < last; row += groups * batch) {
     float4 k[batch], z[batch];
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
   const int stop = length + count, old = length % kHcaRatio, closing = length / kHcaRatio;
   float* compressor_state = p.compressor_state + slot * p.compressor_state_stride + channel;  // used in the raw form
   // The open window at `length`; its row r is token begin + r - old.
-  HcaIndices rows{raw ? compressor_state : nullptr, raw ? old : 0,
+  HcaSources rows{raw ? compressor_state : nullptr, raw ? old : 0,
                   p.kv_score + (begin - old) * p.kv_score_stride + channel, p.kv_score_stride, p.ape + channel};
 
   const auto resumed = [&] {

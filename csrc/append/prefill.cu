@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(32 * Shape<kind>::warps, Shape<kind>::blocks_p
   }
   const int warp = block * S::warps + threadIdx.x / 32, lane = threadIdx.x % 32, old = warp - grid.row_warps(p.tokens);
   if (old < 0) {
-    write_window_indices<kind, S::rows_a_warp>(p, warp * S::rows_a_warp, lane);
+    write_window_entries<kind, S::rows_a_warp>(p, warp * S::rows_a_warp, lane);
   } else if (old < kWindow * p.requests) {
     keep_old_row(p, old / kWindow, old % kWindow, lane);
   }

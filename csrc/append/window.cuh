@@ -51,7 +51,7 @@ __device__ __forceinline__ int workspace_base(int begin, int b) { return begin +
 /// One warp: window entries of the tokens first .. first + n - 1 of a prefill step. All loads are issued before any of
 /// them is used.
 template <LayerKind kind, int n>
-__device__ void write_window_indices(const AppendParams& p, int first, int lane) {
+__device__ void write_window_entries(const AppendParams& p, int first, int lane) {
   float x[n][16];
   int b[n], slot[n], length[n], begin[n], count[n], track[n];
 #pragma unroll

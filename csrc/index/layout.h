@@ -24,7 +24,7 @@ enum class QueryForm {
 
 /// An image is operand B in its shared memory layout. A head has rows of 128 bytes; in fp16 first a row of channels 0
 /// .. 63 for all heads, then one of the others. The 16-byte pieces of each row are swizzled, so that eight rows of a
-/// piece are in different state copies.
+/// piece are in different banks.
 ///
 /// A step of 32 bytes of a row (16 numbers in fp16, 32 in e4m3) has the words of (c, lower) for c = 0 .. 3, then those
 /// of (c, upper), to match operand A in a lane with channels 32 c .. 32 c + 31 of a key. In fp16, step s has the pairs

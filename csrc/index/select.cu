@@ -66,7 +66,7 @@ struct SharedHeld : Histogram<threads> {
   uint32_t count;            // number of ties
 };
 
-/// One bit per entry. Words are spread so that threads can process runs of them without state copy conflicts.
+/// One bit per entry. Words are spread so that threads can process runs of them without bank conflicts.
 __host__ __device__ __forceinline__ int spread(int word) { return word + word / 32; }
 __host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
 unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }

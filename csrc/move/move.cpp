@@ -1,8 +1,5 @@
-// Host side of `copy_state`, `update_rows`, `gather_tables` and `swap_blocks`: checks, then one launch each
-// (update_rows: one to check its slices, one to write).
+// Host side of `copy_state`, `gather_tables` and `swap_blocks`: checks, then one launch each.
 #include "move.h"
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 
@@ -22,11 +19,6 @@ int64_t bytes_of(const Tensor& t, int64_t first_dim) {
 
 int64_t stride_bytes(const Tensor& t, int64_t dim) { return t.stride(dim) * int64_t(t.element_size()); }
 uint64_t address(const Tensor& t) { return reinterpret_cast<uint64_t>(t.data_ptr()); }
-
-/// Sets `rejected` to -1 (all bytes are ones).
-void reset_rejected(const Checker& check, const Tensor& rejected, cudaStream_t stream) {
-  check.succeeded(cudaMemsetAsync(rejected.data_ptr(), 0xff, sizeof(int32_t), stream), "clearing `rejected`");
-}
 
 }  // namespace
 
@@ -51,7 +43,9 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::option
   }
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  if (rejected) reset_rejected(check, *rejected, stream);
+  if (rejected) {  // -1: all bytes are ones
+    check.succeeded(cudaMemsetAsync(rejected->data_ptr(), 0xff, sizeof(int32_t), stream), "clearing `rejected`");
+  }
   if (pairs == 0) return;
   CopyStateParams p{};
   p.src = data<int32_t>(src), p.dst = data<int32_t>(dst), p.pairs = int(pairs), p.slots = int(slots);
@@ -68,40 +62,6 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::option
       p.count = 0;
     }
   }
-}
-
-void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> rejected) {
-  const int device = pool.is_cuda() ? pool.get_device_index() : new_rows.get_device_index();
-  const Checker check("update_rows", device);
-  bool fits = pool.dim() >= 1 && pool.dim() == new_rows.dim() && pool.scalar_type() == new_rows.scalar_type();
-  for (int64_t dim = 1; fits && dim < pool.dim(); ++dim) fits = pool.size(dim) == new_rows.size(dim);
-  fits = fits && pool.is_cuda() && new_rows.is_cuda() && new_rows.get_device_index() == device;
-  if (!fits) {
-    fail("update_rows: pool is ", describe(pool), " and new_rows ", describe(new_rows),
-         "; expected one dtype, rows of one shape, one CUDA device");
-  }
-  check.dense("pool", pool, 1);
-  check.dense("new_rows", new_rows, 1);
-  check.tensor("slices", slices, {ScalarType::Long}, {3, kAny});
-  check.dense("slices", slices, 1);
-  check.tensor("n_valid", n_valid, {ScalarType::Int}, {1});
-  const int64_t count = slices.size(1);
-  if (count > kMaxGridY) fail("update_rows: ", count, " slices; expected at most ", kMaxGridY);
-  if (rejected) check.tensor("rejected", *rejected, {ScalarType::Int}, {1});
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
-  const Tensor noted = rejected ? *rejected : torch::stable::new_empty(n_valid, {1});
-  reset_rejected(check, noted, stream);
-  if (count == 0) return;
-  UpdateRowsParams p{};
-  p.pool = data<uint8_t>(pool), p.source = data<uint8_t>(new_rows);
-  p.pool_stride = stride_bytes(pool, 0), p.source_stride = stride_bytes(new_rows, 0), p.row_bytes = bytes_of(pool, 1);
-  p.pool_rows = pool.size(0), p.source_rows = new_rows.size(0);
-  p.slices = data<int64_t>(slices), p.slices_stride = slices.stride(0), p.valid = data<int32_t>(n_valid),
-  p.count = int(count);
-  p.width = access_width(address(pool) | address(new_rows) | p.pool_stride | p.source_stride | p.row_bytes);
-  p.rejected = data<int32_t>(noted), p.print = !rejected;
-  check.succeeded(launch_update_rows(p, stream), "the launch for ", count, " slices of pool ", describe(pool));
 }
 
 void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token,

@@ -1,19 +1,17 @@
-// Copy kernels: state slots (copy_state), slices of rows (update_rows), scattered blocks to and from rows of pinned
-// host memory or of a buffer (swap_blocks), and the parts of all requests' tables that a decode step needs
-// (gather_tables). Every byte is read and written once.
+// Copy kernels: state slots (copy_state), scattered blocks to and from rows of pinned host memory or of a buffer
+// (swap_blocks), and the parts of all requests' tables that a decode step needs (gather_tables). Every byte is read and
+// written once.
 //
 // - copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots).
-// - update_rows: grid (slices) to check them, then grid (row groups, slices), one warp per row.
 // - swap_blocks: one warp per piece of a block, 2 KiB with 16 B accesses. A warp loads the whole piece before it stores
 //   it, bypassing the caches because each byte is used once. Over PCIe few thread blocks are launched: they have 1 MiB
 //   in flight, where 55 GB/s with 2 us of latency need 110 KB, and leave SMs free for steps.
 // - gather_tables: grid (groups of 1024 block ids, requests), one 32 B sector read and 4 B written per block. Groups
 //   beyond a request's length are idle.
 //
-// A launch cannot raise, and an assertion would destroy the process's CUDA context. If a pair or slice is invalid,
-// copy_state and update_rows write nothing and store the index of the first one in `rejected`, which is -1 otherwise.
-// If pairs of copy_state have equal destinations, only these pairs are skipped: a block compares its own pair with all
-// others.
+// A launch cannot raise, and an assertion would destroy the process's CUDA context. If a pair is out of range,
+// copy_state writes nothing and stores the index of the first one in `rejected`, which is -1 otherwise. If pairs have
+// equal destinations, only these pairs are skipped: a block compares its own pair with all others.
 #include <algorithm>
 #include <cstdio>
 
@@ -25,26 +23,25 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kPiece = 16384;
 
-/// Copies `bytes` with `lanes` threads, of which this is number `lane`.
+/// Copies `bytes` with a thread block.
 template <typename T>
-__device__ __forceinline__ void copy_as(uint8_t* __restrict__ to, const uint8_t* __restrict__ from, int64_t bytes,
-                                        int lane, int lanes) {
+__device__ __forceinline__ void copy_as(uint8_t* __restrict__ to, const uint8_t* __restrict__ from, int64_t bytes) {
 #pragma unroll 4
-  for (int64_t i = lane; i < bytes / int64_t(sizeof(T)); i += lanes) {
+  for (int64_t i = threadIdx.x; i < bytes / int64_t(sizeof(T)); i += kThreads) {
     __stcs(reinterpret_cast<T*>(to) + i, __ldcs(reinterpret_cast<const T*>(from) + i));
   }
 }
 
-__device__ __forceinline__ void copy(int width, uint8_t* to, const uint8_t* from, int64_t bytes, int lane, int lanes) {
+__device__ __forceinline__ void copy(int width, uint8_t* to, const uint8_t* from, int64_t bytes) {
   switch (width) {
     case 16:
-      return copy_as<uint4>(to, from, bytes, lane, lanes);
+      return copy_as<uint4>(to, from, bytes);
     case 8:
-      return copy_as<uint2>(to, from, bytes, lane, lanes);
+      return copy_as<uint2>(to, from, bytes);
     case 4:
-      return copy_as<unsigned>(to, from, bytes, lane, lanes);
+      return copy_as<unsigned>(to, from, bytes);
     default:
-      return copy_as<unsigned char>(to, from, bytes, lane, lanes);
+      return copy_as<unsigned char>(to, from, bytes);
   }
 }
 
@@ -87,52 +84,7 @@ __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_const
   const int64_t layer = item / pieces(t), begin = item % pieces(t) * kPiece;
   uint8_t* base = t.base + layer * t.layer_stride + begin;
   const int64_t bytes = min(kPiece, t.bytes - begin);
-  copy(t.width, base + dst * t.slot_stride, base + src * t.slot_stride, bytes, threadIdx.x, kThreads);
-}
-
-struct Slice {
-  int64_t start, source, length;
-};
-
-__device__ __forceinline__ Slice slice_at(const UpdateRowsParams& p, int i) {
-  return {p.slices[i], p.slices[p.slices_stride + i], p.slices[2 * p.slices_stride + i]};
-}
-
-__device__ __forceinline__ bool fits(const UpdateRowsParams& p, const Slice& s) {
-  return s.start >= 0 && s.source >= 0 && s.length >= 0 && s.start <= p.pool_rows - s.length &&
-         s.source <= p.source_rows - s.length;
-}
-
-__global__ void __launch_bounds__(kThreads) check_slices_kernel(const __grid_constant__ UpdateRowsParams p) {
-  const int valid = min(*p.valid, p.count), index = blockIdx.x;
-  if (index >= valid) return;
-  const Slice mine = slice_at(p, index);
-  const bool inside = fits(p, mine);
-  bool overlaps = false;
-  for (int i = threadIdx.x; inside && i < valid; i += kThreads) {
-    const Slice other = slice_at(p, i);
-    if (i == index || !fits(p, other)) continue;
-    overlaps |= mine.start < other.start + other.length && other.start < mine.start + mine.length;
-  }
-  overlaps = __syncthreads_or(overlaps);
-  if (threadIdx.x || (inside && !overlaps)) return;
-  report(p.rejected, index);
-  if (p.print) {
-    printf("update_rows: slice %d (destination %lld, source %lld, length %lld) %s; nothing is written\n", index,
-           static_cast<long long>(mine.start), static_cast<long long>(mine.source), static_cast<long long>(mine.length),
-           inside ? "overlaps another in the destination" : "leaves pool or new_rows");
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_constant__ UpdateRowsParams p) {
-  const int index = blockIdx.y;
-  if (*p.rejected >= 0 || index >= min(*p.valid, p.count)) return;
-  const Slice mine = slice_at(p, index);
-  const int warps = kThreads / 32, lane = threadIdx.x % 32;
-  for (int64_t row = blockIdx.x * warps + threadIdx.x / 32; row < mine.length; row += gridDim.x * warps) {
-    copy(p.width, p.pool + (mine.start + row) * p.pool_stride, p.source + (mine.source + row) * p.source_stride,
-         p.row_bytes, lane, 32);
-  }
+  copy(t.width, base + dst * t.slot_stride, base + src * t.slot_stride, bytes);
 }
 
 /// Copies a piece with one warp: at most kSwapLoads accesses of each lane, fewer if `bytes` is smaller.
@@ -221,16 +173,6 @@ cudaError_t launch_copy_state(const CopyStateParams& p, cudaStream_t stream) {
   for (int k = 0; k < p.count; ++k) blocks += p.tensors[k].layers * pieces(p.tensors[k]);
   if (blocks == 0) return cudaSuccess;
   copy_state_kernel<<<dim3(unsigned(blocks), unsigned(p.pairs)), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_update_rows(const UpdateRowsParams& p, cudaStream_t stream) {
-  // Lengths are known on the device only. Launch enough blocks per slice for an equal share of the new rows, 8 rows per
-  // block.
-  const int64_t share = (p.source_rows + p.count - 1) / p.count;
-  const unsigned groups = unsigned(std::clamp<int64_t>((share + 7) / 8, 1, 1024));
-  check_slices_kernel<<<unsigned(p.count), kThreads, 0, stream>>>(p);
-  update_rows_kernel<<<dim3(groups, unsigned(p.count)), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

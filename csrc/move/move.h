@@ -1,4 +1,4 @@
-// Parameters and launches of the kernels that copy state, blocks, rows and tables. Strides in bytes unless noted
+// Parameters and launches of the kernels that copy state, blocks and tables. Strides in bytes unless noted
 // otherwise.
 #pragma once
 
@@ -33,20 +33,6 @@ struct CopyStateParams {
   int32_t* rejected;  // null: the kernel prints rejected pairs
 };
 cudaError_t launch_copy_state(const CopyStateParams& params, cudaStream_t stream);
-
-struct UpdateRowsParams {
-  uint8_t* pool;
-  const uint8_t* source;
-  int64_t pool_stride, source_stride, row_bytes, pool_rows, source_rows;
-  const int64_t* slices;  // [3, count]: destination start, source start, length
-  int64_t slices_stride;  // elements
-  const int32_t* valid;
-  int count, width;
-  int32_t* rejected;
-  bool print;  // print rejected slices: the caller passed no `rejected`
-};
-/// Two kernels. The second one writes nothing if the first one has rejected a slice.
-cudaError_t launch_update_rows(const UpdateRowsParams& params, cudaStream_t stream);
 
 struct SwapPool {
   uint8_t* base;

@@ -5,7 +5,7 @@ A server and `dsv4_sglang.standalone` are built on it and track the ownership of
 
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool
-from dsv4_sglang.cache.layout import CacheLayout, compute_block_budget
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
 from dsv4_sglang.cache.state_cache import StateStorage
@@ -20,5 +20,4 @@ __all__ = [
     "PagedKVPool",
     "StateStorage",
     "build_schema",
-    "compute_block_budget",
 ]

@@ -405,53 +405,7 @@ class FreeRows:
         self.available += len(rows)
 
 
-class HostStates(HostRowBuffer):
-    """Host copies of items of a `StateStorage`, `rows` [n, bytes] uint8, one row per copy.
-
-    Args:
-        name: name of `rows` in error messages.
-        tables: uint8 [ids, n] each. An item is one row of all tables, concatenated in a host row.
-        first: number of the item in row 0 of the tables.
-        rows: number of host rows.
-        cpus, spare: as in `HostBlockPool`.
-    """
-
-    def __init__(
-        self, name: str, tables: list[Tensor], first: int, rows: int, cpus: Collection[int] | None, spare: int = 0
-    ) -> None:
-        self._first = first
-        *offsets, end = itertools.accumulate((table.shape[1] for table in tables), initial=0)
-        super().__init__(name, rows, [tables], [offsets], host_row_bytes(end, spare), cpus, staged=1)
-        # Precomputed on the device, so that a copy needs no transfer of its index.
-        self._numbers = torch.arange(len(tables[0]), device=self.device)
-
-    def save(self, number: int, row: int) -> None:
-        """Copy item `number` to a host row, ordered on the current stream.
-
-        Use one stream at a time: all calls share a staging buffer on the GPU.
-
-        Raises:
-            IndexError: there is no such item.
-        """
-        self._save(self._index(number), torch.tensor([row]))
-
-    def load(self, number: int, row: int) -> None:
-        """Copy a host row back to item `number`, ordered on the current stream."""
-        self._swap(range(1), self.rows, self._index(number), torch.tensor([row]), to_host=False)
-
-    def _index(self, number: int) -> Tensor:
-        """Return an item's row of the tables, [1] int64 on the device.
-
-        Raises:
-            IndexError: there is no such item.
-        """
-        here = number - self._first
-        if not 0 <= here < len(self._numbers):
-            raise IndexError(f"{number} is not in {self._first}..{self._first + len(self._numbers) - 1}")
-        return self._numbers[here : here + 1]
-
-
-class HostSnapshotPool(HostStates):
+class HostSnapshotPool(HostRowBuffer):
     """`num_snapshots` host copies of snapshots, which are numbered from 1.
 
     A row of `rows` [num_snapshots, snapshot_bytes] uint8 holds the rings of all layers, then their CSA compressor
@@ -465,8 +419,33 @@ class HostSnapshotPool(HostStates):
     def __init__(
         self, storage: StateStorage, num_snapshots: int, cpus: Collection[int] | None = None, spare: int = 0
     ) -> None:
-        super().__init__("num_snapshots", storage.snapshot_tables(), 1, num_snapshots, cpus, spare)
+        tables = storage.snapshot_tables()
+        *offsets, end = itertools.accumulate((table.shape[1] for table in tables), initial=0)
+        size = host_row_bytes(end, spare)
+        super().__init__("num_snapshots", num_snapshots, [tables], [offsets], size, cpus, staged=1)
         self.num_snapshots, self.snapshot_bytes = self.rows.shape
+        # Precomputed on the device, so that a copy needs no transfer of its index.
+        self._numbers = torch.arange(len(tables[0]), device=self.device)
+
+    def save(self, snapshot: int, row: int) -> None:
+        """Copy a snapshot to a host row, ordered on the current stream.
+
+        Use one stream at a time: all calls share a staging buffer on the GPU.
+
+        Raises:
+            IndexError: there is no such snapshot.
+        """
+        self._save(self._index(snapshot), torch.tensor([row]))
+
+    def load(self, snapshot: int, row: int) -> None:
+        """Copy a host row back to a snapshot, ordered on the current stream. Raise IndexError as `save` does."""
+        self._swap(range(1), self.rows, self._index(snapshot), torch.tensor([row]), to_host=False)
+
+    def _index(self, snapshot: int) -> Tensor:
+        """Return the row of a snapshot in the tables, [1] int64 on the device."""
+        if not 1 <= snapshot <= len(self._numbers):
+            raise IndexError(f"{snapshot} is not in 1..{len(self._numbers)}")
+        return self._numbers[snapshot - 1 : snapshot]
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:

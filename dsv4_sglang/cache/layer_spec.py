@@ -58,6 +58,11 @@ class LayerKVSpec(ABC):
         """Return True if each entry has an index key."""
 
     @property
+    def indexer_entries_per_block(self) -> int:
+        """Index keys of a block of 128 tokens."""
+        return self.entries_per_block if self.has_indexer else 0
+
+    @property
     def is_flat(self) -> bool:
         """Return True if all blocks of this layer are entries of one block, which is then not padded per entry."""
         return False

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from dsv4_sglang.formats import StorageFormat
 from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
-from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+from dsv4_sglang.model.layer_schedule import LayerSpec
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -115,8 +115,8 @@ class CacheLayout(Generic[Spec]):
             layers = self.layers(kind)
             schema, count = self.schemas[layers[0]], len(layers)
             yield self._entries(f"{kind.name} entries", count, *schema.entry_table_shape(blocks), schema.entry_format)
-            if schema.has_indexer:
-                shape = (count, blocks, schema.entries_per_block, schema.key_format.width)
+            if keys := schema.indexer_entries_per_block:
+                shape = (count, blocks, keys, schema.key_format.width)
                 yield pool_part(f"{kind.name} index keys", shape, schema.key_format.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
@@ -163,7 +163,7 @@ class CacheLayout(Generic[Spec]):
                 size += entries * entry_format.row_bytes
             elif entries:
                 size += block_stride_bytes(entries, entry_format, self.device, self.sm100)
-            size += entries * schema.key_format.row_bytes * schema.has_indexer
+            size += schema.indexer_entries_per_block * schema.key_format.row_bytes
         return size
 
     @property
@@ -182,58 +182,3 @@ class CacheLayout(Generic[Spec]):
 def pool_part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:
     """Return a `PoolPart` of tensors without padding."""
     return PoolPart(name, shape, dtype, math.prod(shape) * dtype.itemsize)
-
-
-class BlockBudget(TypedDict):
-    """Storage that a load needs.
-
-    `csa` and `hca` are numbers of entries in a layer of that kind, 0 if the schedule has none. `blocks` counts blocks
-    of 128 tokens. `block_bytes` and `state_bytes` are the bytes of one block and of one state slot in all layers,
-    `bytes` those of all blocks and slots.
-    """
-
-    csa: int
-    hca: int
-    blocks: int
-    state_slots: int
-    block_bytes: int
-    state_bytes: int
-    bytes: int
-
-
-def compute_block_budget(
-    config: DSV4Config,
-    schedule: Sequence[LayerSpec],
-    max_context_len: int,
-    max_requests: int,
-    **options: Unpack[SchemaOptions],
-) -> BlockBudget:
-    """Return the storage for a number of requests of equal length, without shared blocks.
-
-    A block is allocated with its first token, so a request takes ceil(max_context_len / 128) blocks.
-
-    Args:
-        config: configuration of the model.
-        schedule: kinds of the layers.
-        max_context_len: tokens of each request.
-        max_requests: number of requests.
-        options: as in `build_schema`.
-
-    Raises:
-        ValueError: as in `build_schema`, or a length or number below 1.
-    """
-    for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
-    layout = CacheLayout.build(config, schedule, torch.device("cpu"), **options)
-    blocks = max_requests * math.ceil(max_context_len / BLOCK_TOKENS)
-    entries = {schema.kind: blocks * schema.entries_per_block for schema in layout.schemas}
-    return BlockBudget(
-        csa=entries.get(AttentionType.CSA, 0),
-        hca=entries.get(AttentionType.HCA, 0),
-        blocks=blocks,
-        state_slots=max_requests,
-        block_bytes=layout.block_bytes,
-        state_bytes=layout.slot_bytes,
-        bytes=blocks * layout.block_bytes + max_requests * layout.slot_bytes,
-    )

@@ -46,10 +46,8 @@ class PagedKVPool:
         shape = schema.entry_table_shape(num_blocks)
         self.entries = make_kv_buffers(1, *shape, schema.entry_format, self.device)[0]
         self.index_keys: Tensor | None = None
-        if schema.has_indexer:
-            self.index_keys = make_kv_buffers(1, num_blocks, schema.entries_per_block, schema.key_format, self.device)[
-                0
-            ]
+        if keys := schema.indexer_entries_per_block:
+            self.index_keys = make_kv_buffers(1, num_blocks, keys, schema.key_format, self.device)[0]
 
         self.entries_fp8: Tensor | None = None
         self.entries_rope: Tensor | None = None

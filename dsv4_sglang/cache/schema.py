@@ -9,7 +9,7 @@ from typing import TypedDict, TypeVar
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, WINDOW, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 _Option = TypeVar("_Option", bound=enum.Enum)
@@ -59,6 +59,11 @@ class LayerCacheSchema(LayerKVSpec):
         return state_rows(self.draft_tokens)
 
     @property
+    def swa_window_size(self) -> int:
+        """Tokens of the sliding window. A ring has more entries with drafts (`ring_rows`)."""
+        return WINDOW
+
+    @property
     def ring_rows(self) -> int:
         return self.rows.ring
 
@@ -73,6 +78,14 @@ class LayerCacheSchema(LayerKVSpec):
     @property
     def ratio(self) -> int:
         return self.attn.ratio
+
+    @property
+    def tail_buffer_size(self) -> int:
+        """Maximum tokens of a window that no entry holds yet, 0 for SWA.
+
+        A CSA compressor state has more rows (`compressor_state_shape`), because the next window pools this one too.
+        """
+        return max(self.ratio - 1, 0)
 
     @property
     def has_indexer(self) -> bool:

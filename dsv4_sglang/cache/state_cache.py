@@ -119,10 +119,6 @@ class StateStorage:
         """Copy snapshots to the slots of the requests that resume from them. Arguments as in `store`."""
         self._copy(slots, snapshots, to_snapshots=False)
 
-    def slot_tables(self) -> list[Tensor]:
-        """Return the contents of all slots as bytes: [slots, n] uint8 for every layer of each of `tensors`."""
-        return [_as_bytes(table) for tensor in self.tensors for table in tensor]
-
     def snapshot_tables(self) -> list[Tensor]:
         """Return the contents of all snapshots as bytes: [snapshots, n] uint8 for each layer's ring, then for each CSA
         layer's compressor states. Row 0 is snapshot 1.

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dsv4_sglang.cli.client import Scored, Server, errors_in_one_line
-from dsv4_sglang.srt.integration.launch_command import OPT_IN_FLAG, OPT_IN_KEY
+from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY
 
 OFF = (
     "the integrity check of this server is off. Start it with "

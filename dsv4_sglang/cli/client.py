@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import typer
 
 from dsv4_sglang.cli.server import REQUEST_SECONDS, Endpoint, RequestError
-from dsv4_sglang.srt.integration import launch_command
-from dsv4_sglang.srt.integration.metrics import PREFIX
+from dsv4_sglang.srt.launch.command import flag_value
+from dsv4_sglang.srt.prefix_cache.metrics import PREFIX
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -125,11 +125,11 @@ class Server(Endpoint):
 
         Raises OSError if the file of --ssl-certfile cannot be read as a certificate.
         """
-        host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
+        host = flag_value(flags, "--host") or DEFAULT_HOST
         host = LOOPBACK.get(host, host)
-        port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
-        certificate = launch_command.flag_value(flags, "--ssl-certfile")
-        key = launch_command.flag_value(flags, "--api-key")  # --admin-api-key protects none of the routes below
+        port = flag_value(flags, "--port") or DEFAULT_PORT
+        certificate = flag_value(flags, "--ssl-certfile")
+        key = flag_value(flags, "--api-key")  # --admin-api-key protects none of the routes below
         scheme = "http" if certificate is None else "https"
         return cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", key, certificate)
 

@@ -13,7 +13,7 @@ from dsv4_sglang.cli.client import DEFAULT_HOST, Server, bind
 from dsv4_sglang.cli.conversation import QUESTION, converse
 from dsv4_sglang.cli.serve import POOL_FLAGS, ModelPath, check_flags, command_for, rejections, require_startable
 from dsv4_sglang.cli.server import running, wait_ready
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.launch.command import flag_value
 
 PORTS = range(20000, 32000)
 
@@ -47,8 +47,8 @@ def demo(
     with rejections():
         model_path = check_flags(context, model_path)
         try:
-            if launch_command.flag_value(flags, "--port") is None:
-                flags += ["--port", str(free_port(launch_command.flag_value(flags, "--host") or DEFAULT_HOST))]
+            if flag_value(flags, "--port") is None:
+                flags += ["--port", str(free_port(flag_value(flags, "--host") or DEFAULT_HOST))]
             server = Server.of(flags)
             require_startable(model_path, flags)
             command = command_for(model_path, flags)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import typer
 
 from dsv4_sglang.requirements import MODULES, MODULES_OF_SGLANG, advice, missing
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.launch.command import has_gpu, prepare_this_process
 
 State = Literal["ok", "note", "fail"]
 COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
@@ -73,13 +73,13 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 
 
 def sglang_version(gpu: bool) -> Iterator[Finding]:
-    from dsv4_sglang.srt.integration import compat
+    from dsv4_sglang.srt.sglang import release
 
-    found = compat.sglang_version()
-    if compat.is_supported():
+    found = release.sglang_version()
+    if release.is_supported():
         yield Finding("sglang", f"{found}, the supported release")
     else:
-        yield Finding("sglang", f"{found}, not tested; supported: {compat.RELEASE}", "note")
+        yield Finding("sglang", f"{found}, not tested; supported: {release.RELEASE}", "note")
 
 
 def device(gpu: bool) -> Iterator[Finding]:
@@ -155,12 +155,14 @@ def plugin(gpu: bool) -> Iterator[Finding]:
 def sglang_contract(gpu: bool) -> Iterator[Finding]:
     """Check what this package uses of SGLang: the functions that it replaces with their parameters, the flags that it
     reads, its subclasses, and the private methods that they override."""
-    from dsv4_sglang.srt.integration import compat, sglang_contract
-    from dsv4_sglang.srt.integration.hooks import hooks_of
-    from dsv4_sglang.srt.integration.options import Options
-    from dsv4_sglang.srt.integration.server_context import ServerContext
+    from dsv4_sglang.srt.launch.options import Options
+    from dsv4_sglang.srt.plugin import sglang_contract
+    from dsv4_sglang.srt.plugin.hooks import hooks_of
+    from dsv4_sglang.srt.plugin.overrides import OVERRIDES
+    from dsv4_sglang.srt.plugin.server_context import ServerContext
+    from dsv4_sglang.srt.sglang.flags import flag_defaults
 
-    hooks, flags = hooks_of(ServerContext(Options()), on_cpu=not gpu), len(compat.flag_defaults())
+    hooks, flags = hooks_of(ServerContext(Options()), on_cpu=not gpu), len(flag_defaults())
     for what, different, right in (
         (
             "hook",
@@ -168,7 +170,7 @@ def sglang_contract(gpu: bool) -> Iterator[Finding]:
             f"all {len(hooks)} targets exist with the expected parameters",
         ),
         ("flag", sglang_contract.flag_differences(), f"all flags that are read exist, among {flags} of SGLang"),
-        ("override", sglang_contract.override_differences(), f"all {len(compat.OVERRIDES)} methods are as expected"),
+        ("override", sglang_contract.override_differences(OVERRIDES), f"all {len(OVERRIDES)} methods are as expected"),
     ):
         yield from (Finding(what, line, "fail") for line in different)
         if not different:
@@ -231,8 +233,8 @@ def doctor() -> None:
     if absent:
         gpu, checks = shutil.which("nvidia-smi") is not None, (python_and_packages,)
     else:
-        gpu = launch_command.has_gpu()
-        launch_command.prepare_this_process(cpu=not gpu)
+        gpu = has_gpu()
+        prepare_this_process(cpu=not gpu)
     console, findings = Console(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang warns about missing hardware

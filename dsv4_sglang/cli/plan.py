@@ -133,9 +133,9 @@ def _title(choice: Choice) -> str:
 
 
 def _in_tree(made: Plan) -> str:
-    from dsv4_sglang.srt.integration import compat
+    from dsv4_sglang.srt.sglang import release
 
-    name = f"SGLang {compat.sglang_version()}'s own cache with the same flags"
+    name = f"SGLang {release.sglang_version()}'s own cache with the same flags"
     if made.in_tree_tokens is None:
         return f"{name}: SGLang rejects them"
     return f"{name}: {made.in_tree_tokens:,} tokens; here {made.total_tokens / made.in_tree_tokens:.2f} times as many"
@@ -182,7 +182,7 @@ def plan(
     from dsv4_sglang.planner.models import Format, Model
     from dsv4_sglang.planner.plan import plan as make
     from dsv4_sglang.planner.recommend import recommend
-    from dsv4_sglang.srt.integration.options import Options
+    from dsv4_sglang.srt.launch.options import Options
 
     try:
         if goal is not None:
@@ -205,7 +205,7 @@ def plan(
             draft_tokens=speculative_num_draft_tokens,
             host_gb=hicache_size,
         )
-        ask_sglang.prepare_this_process()
+        ask_sglang.import_sglang()
         made = make(wanted) if goal is None else recommend(wanted, goal)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

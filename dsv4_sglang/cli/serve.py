@@ -14,10 +14,21 @@ import typer
 
 from dsv4_sglang.cli.client import DEFAULT_HOST, DEFAULT_PORT, bind
 from dsv4_sglang.requirements import advice, missing
-from dsv4_sglang.srt.integration import launch_command
-from dsv4_sglang.srt.integration.checkpoint_check import check_checkpoint
-from dsv4_sglang.srt.integration.flag_names import reject_unknown
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.checkpoint_check import check_checkpoint
+from dsv4_sglang.srt.launch.command import (
+    INTERRUPTIBLE,
+    Command,
+    config_of,
+    flag_value,
+    has_gpu,
+    model_path_of,
+    opt_in,
+    overrides_given,
+    server_command,
+    with_file,
+)
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.flag_names import reject_unknown
 
 ModelPath = Annotated[
     str | None, typer.Option("--model-path", "--model", help="Model folder or hub name; may be in the --config file.")
@@ -46,12 +57,12 @@ def require_startable(model_path: str, flags: list[str]) -> None:
     """
     if absent := missing():
         raise LaunchError(advice(absent))
-    overrides = launch_command.overrides_given(flags)
-    config = launch_command.config_of(model_path, overrides)
-    given = launch_command.with_file(flags)
-    check_checkpoint(model_path, config, lambda field: launch_command.flag_value(given, "--" + field.replace("_", "-")))
-    host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
-    port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
+    overrides = overrides_given(flags)
+    config = config_of(model_path, overrides)
+    given = with_file(flags)
+    check_checkpoint(model_path, config, lambda field: flag_value(given, "--" + field.replace("_", "-")))
+    host = flag_value(flags, "--host") or DEFAULT_HOST
+    port = flag_value(flags, "--port") or DEFAULT_PORT
     if not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise LaunchError(f"--port {port}: expected a number from 1 to 65535")
     try:
@@ -61,15 +72,15 @@ def require_startable(model_path: str, flags: list[str]) -> None:
         raise LaunchError(f"{reason}; give another --port or --host, or stop the process that uses it") from None
 
 
-def command_for(model_path: str, flags: list[str]) -> launch_command.Command:
+def command_for(model_path: str, flags: list[str]) -> Command:
     """Return the server command for this machine, or for the CPU if the flags ask for it.
 
     Raises:
         LaunchError: The options or a flag that is read here are invalid.
     """
-    device = launch_command.flag_value(flags, "--device")
-    cpu = device == "cpu" if device is not None else not launch_command.has_gpu()
-    return launch_command.server_command(model_path, flags, cpu)
+    device = flag_value(flags, "--device")
+    cpu = device == "cpu" if device is not None else not has_gpu()
+    return server_command(model_path, flags, cpu)
 
 
 def check_flags(context: typer.Context, model_path: str | None) -> str:
@@ -79,9 +90,9 @@ def check_flags(context: typer.Context, model_path: str | None) -> str:
         LaunchError: SGLang has no such flag, the options are invalid, or there is no model path.
     """
     own = [name for parameter in context.command.params for name in parameter.opts]
-    reject_unknown(launch_command.with_file(context.args), own)
-    launch_command.opt_in(launch_command.overrides_given(context.args))
-    return launch_command.model_path_of(model_path, context.args)
+    reject_unknown(with_file(context.args), own)
+    opt_in(overrides_given(context.args))
+    return model_path_of(model_path, context.args)
 
 
 def serve(
@@ -113,4 +124,4 @@ def serve(
         module = [sys.executable, "-m", "dsv4_sglang.cli.ask"]
         subprocess.Popen([*module, str(os.getpid()), model_path, ask, *context.args])
     python, run, *server = command.argv
-    os.execvpe(python, [python, run, launch_command.INTERRUPTIBLE, *server], command.full_environment())
+    os.execvpe(python, [python, run, INTERRUPTIBLE, *server], command.full_environment())

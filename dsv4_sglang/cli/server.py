@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 from urllib.parse import urlsplit
 
-from dsv4_sglang.srt.integration.launch_command import Command
+from dsv4_sglang.srt.launch.command import Command
 
 POLL_SECONDS = 0.5
 REQUEST_SECONDS = 300.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4_sglang.cli.client import SGLANG_PREFIX, Server, errors_in_one_line, samples
-from dsv4_sglang.srt.integration.metrics import EVICTED, HIT, MISS, PREFIX, RANK_LABEL, REASONS, SOURCES
+from dsv4_sglang.srt.prefix_cache.metrics import EVICTED, HIT, MISS, PREFIX, RANK_LABEL, REASONS, SOURCES
 
 if TYPE_CHECKING:
     from rich.console import Group

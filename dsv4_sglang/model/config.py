@@ -127,6 +127,7 @@ class DSV4Config(ModelConfig):
     draft_layers = "MTP blocks"
 
     num_nextn_predict_layers: int
+    num_hash_layers: int
 
     def ratio(self, layer_idx: int) -> int:
         """Return the compression ratio of a layer. MTP blocks have 0, with or without an entry in `compress_ratios`
@@ -192,6 +193,7 @@ class DSV4Config(ModelConfig):
         return cls(
             **fields.shared(),
             num_nextn_predict_layers=fields.integer("num_nextn_predict_layers"),
+            num_hash_layers=fields.hash_layers(),
             compress_ratios=fields.ratios(),
         )
 
@@ -210,6 +212,7 @@ _COMMON: dict[str, Any] = {
     "index_n_heads": 64,
     "rms_norm_eps": 1e-6,
     "num_nextn_predict_layers": 1,
+    "num_hash_layers": 3,
 }
 
 
@@ -312,6 +315,12 @@ class Fields:
         if self.get("compress_ratios") is None and self.get("layer_types") is not None:
             return tuple(self._layer_type_ratio(i, kind) for i, kind in enumerate(self.sequence("layer_types")))
         return self.integers("compress_ratios")
+
+    def hash_layers(self) -> int:
+        """Return `num_hash_layers`, which transformers rewrites as `mlp_layer_types`."""
+        if self.get("num_hash_layers") is None and self.get("mlp_layer_types") is not None:
+            return list(self.sequence("mlp_layer_types")).count("hash_moe")
+        return self.integer("num_hash_layers")
 
     def _layer_type_ratio(self, layer: int, kind: Any) -> int:
         if kind not in _LAYER_TYPE_RATIO:

@@ -25,12 +25,30 @@ class AttentionType(enum.Enum):
         return self.value
 
 
+class FFNType(enum.Enum):
+    """Feed-forward network of a layer."""
+
+    # Mixture of experts, in every layer of V4.
+    MOE = "moe"
+
+
+class RouterMode(enum.Enum):
+    """Choice of the experts of a token."""
+
+    # A table lookup by token id, in the first `num_hash_layers` layers.
+    HASH = "hash"
+    # The best scores of a linear layer.
+    DENSE = "dense"
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """Kind of one layer."""
+    """Kind of one layer. The cache depends on `attn` alone."""
 
     layer_idx: int
     attn: AttentionType
+    ffn: FFNType
+    router_mode: RouterMode
 
 
 def build_schedule(config: DSV4Config, draft_layers: int = 0) -> list[LayerSpec]:
@@ -38,5 +56,8 @@ def build_schedule(config: DSV4Config, draft_layers: int = 0) -> list[LayerSpec]
 
     The draft model shares the cache: NextN's MTP block (SPEC 4.6) or DSPARK's stages. All its layers are SWA layers.
     """
-    kinds = [AttentionType(config.ratio(layer)) for layer in range(config.num_hidden_layers)]
-    return [LayerSpec(layer, kind) for layer, kind in enumerate(kinds + [AttentionType.SWA] * draft_layers)]
+    layers = config.num_hidden_layers
+    kinds = [AttentionType(config.ratio(layer)) for layer in range(layers)] + [AttentionType.SWA] * draft_layers
+    hashed = min(config.num_hash_layers, layers)
+    routers = [RouterMode.HASH] * hashed + [RouterMode.DENSE] * (len(kinds) - hashed)
+    return [LayerSpec(i, attn, FFNType.MOE, router) for i, (attn, router) in enumerate(zip(kinds, routers))]

@@ -61,9 +61,6 @@ SCHEMAS = {
     "swap_blocks": (
         "(Tensor(a!)[] pools, Tensor(b!) host, Tensor blocks, Tensor rows, bool to_host, int[] offsets) -> ()"
     ),
-    "update_rows": (
-        "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid, Tensor(b!)? rejected=None) -> ()"
-    ),
 }
 
 # Must live as long as the process: dropping a Library removes its registrations.

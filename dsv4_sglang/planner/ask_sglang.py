@@ -15,17 +15,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dsv4_sglang.srt.integration import compat, launch_command
+from dsv4_sglang.srt.launch.command import prepare_this_process
 from dsv4_sglang.srt.memory.sizing import GIB
+from dsv4_sglang.srt.sglang.flags import resolve_flags
+from dsv4_sglang.srt.sglang.planning import published
 
 # Exceptions by which SGLang rejects flags.
 REJECTIONS = (ValueError, AssertionError, RuntimeError)
 
 
-def prepare_this_process() -> None:
+def import_sglang() -> None:
     """Import SGLang in a process that only plans: no visible GPU, no logging."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    launch_command.prepare_this_process(cpu=True)
+    prepare_this_process(cpu=True)
     warnings.filterwarnings("ignore", module="sglang")
     # SGLang and its dependencies print warnings about what a machine without a GPU lacks.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -55,7 +57,7 @@ def resolved_flags(config_json: str, **given: Any) -> tuple[Any, Any, Any]:
         server_args = ServerArgs(
             **{"model_path": folder, "skip_tokenizer_init": True, "load_format": "dummy", "device": "cuda", **given}
         )
-        flags = compat.resolve_flags(server_args)
+        flags = resolve_flags(server_args)
         return server_args, flags, ModelConfig.from_server_args(server_args)
 
 
@@ -99,7 +101,7 @@ def in_tree_capacity(config_json: str, available_gib: float, **given: Any) -> In
         ps=SimpleNamespace(**parallel),
         **parallel,
     )
-    with compat.published(server_args, flags.tp_size, ranks):
+    with published(server_args, flags.tp_size, ranks):
         configurator = DSV4PoolConfigurator(configurator_input)
         sizes = configurator.calculate_pool_sizes(int(available_gib * GIB), flags.page_size)
     return InTreeCapacity(sizes.max_total_num_tokens, configurator.bytes_per_full_token)

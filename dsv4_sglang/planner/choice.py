@@ -14,7 +14,7 @@ from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.planner.gpus import Gpu
 from dsv4_sglang.planner.models import OWNER, Format, Model
 from dsv4_sglang.planner.weights import check_split
-from dsv4_sglang.srt.integration.options import KEY, Options
+from dsv4_sglang.srt.launch.options import KEY, Options
 
 # KV entry dtype by the value of --kv-cache-dtype.
 ENTRY_DTYPES = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dsv4_sglang.planner.ask_sglang import resolved_flags
 from dsv4_sglang.planner.models import Format, Model
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.planning import fp8_output_projection, published
 
 # Experts are split along their columns in whole tiles of this width, each with one scale.
 FP8_TILE = 128
@@ -121,8 +121,8 @@ def _built(model: Model, experts: Format, tp: int, dp: int) -> tuple[Any, Any]:
         quantisation.is_fp4_experts = experts is Format.FP4
     drafting = DeepseekV4ForCausalLMDSpark if model.dspark else DeepseekV4ForCausalLMNextN
     with (
-        compat.published(server_args, tp, dp),
-        compat.fp8_output_projection(model.quantised),
+        published(server_args, tp, dp),
+        fp8_output_projection(model.quantised),
         set_default_torch_dtype(torch.bfloat16),
         torch.device("meta"),
     ):

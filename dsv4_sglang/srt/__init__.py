@@ -1,1 +1,1 @@
-"""Integration with SGLang: plugin, hooks, pools, sizing, attention backend, prefix cache, start-up check."""
+"""Integration with SGLang. docs/design/architecture.md lists its packages in the order of their imports."""

@@ -7,9 +7,10 @@ built on the storage in `dsv4_sglang.cache`.
 from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers the ops that read the cache for CUDA)
 from dsv4_sglang.standalone.allocator import BlockAllocator
 from dsv4_sglang.standalone.handle import ClassicalView, IndexerView, LayerCacheHandle, SwaView
-from dsv4_sglang.standalone.manager import KVCacheManager, Snapshot
-from dsv4_sglang.standalone.offload import Offloaded
-from dsv4_sglang.standalone.state_cache import SlotStorage, StateCachePool
+from dsv4_sglang.standalone.manager import KVCacheManager
+from dsv4_sglang.standalone.paged_cache import PagedKVPool
+from dsv4_sglang.standalone.schema import LayerCacheSchema, build_schema, compute_block_budget
+from dsv4_sglang.standalone.state_cache import StateCachePool
 from dsv4_sglang.standalone.step import Step
 
 __all__ = [
@@ -18,10 +19,11 @@ __all__ = [
     "IndexerView",
     "KVCacheManager",
     "LayerCacheHandle",
-    "Offloaded",
-    "SlotStorage",
-    "Snapshot",
+    "LayerCacheSchema",
+    "PagedKVPool",
     "StateCachePool",
     "Step",
     "SwaView",
+    "build_schema",
+    "compute_block_budget",
 ]

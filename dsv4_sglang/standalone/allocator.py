@@ -1,4 +1,4 @@
-"""`BlockAllocator`: free list and reference counts of the blocks of a pool."""
+"""`BlockAllocator`: free list of the blocks of a cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ def ids_on(device: torch.device, ids: Sequence[int]) -> Tensor:
 
 
 class BlockAllocator:
-    """Allocator of block ids 0 .. num_total_blocks - 1 with reference counts.
+    """Allocator of block ids 0 .. num_total_blocks - 1.
 
-    `acquire` allocates blocks with one owner, `share` adds an owner, `release` removes one. A block without owners is
-    free.
-
-    The free list and the number of owners of each block are on the host, so `num_free` and `acquire` never wait for the
-    device. `share` and `release` wait for it only to read ids that are given on it.
+    The free list is on the host, so `num_free` and `acquire` never wait for the device. `release` waits for it only to
+    read ids that are given on it.
 
     Not for use inside a CUDA graph, because every replay would return the ids of the capture: acquire and release
     between captures and replays. Both raise RuntimeError while the current stream is captured.
@@ -35,7 +32,7 @@ class BlockAllocator:
         self.device = resolve_device(device)
         # A stack whose top is the end, so block 0 is allocated first.
         self._free = list(range(num_total_blocks - 1, -1, -1))
-        self._owners = [0] * num_total_blocks
+        self._is_free = [True] * num_total_blocks
 
     @property
     def num_free(self) -> int:
@@ -59,31 +56,21 @@ class BlockAllocator:
             raise RuntimeError(f"OOM: {n} blocks requested, {self.num_free} free of {self.num_total_blocks}")
         taken = [self._free.pop() for _ in range(n)]
         for block in taken:
-            self._owners[block] = 1
+            self._is_free[block] = False
         return taken
 
-    def owners(self, block: int) -> int:
-        """Return the number of owners of a block, 0 if it is free."""
-        return self._owners[block]
-
-    def share(self, ids: Tensor | Sequence[int]) -> None:
-        """Add one owner to each block. `ids` and errors as in `release`."""
-        for block in self._check("share", ids):
-            self._owners[block] += 1
-
     def release(self, ids: Tensor | Sequence[int]) -> None:
-        """Remove one owner from each block. Blocks without owners become free.
-
-        `ids` is an int tensor [n] on any device, or a sequence of ints.
+        """Free blocks. `ids` is an int tensor [n] on any device, or a sequence of ints.
 
         Raises:
             ValueError: an id is not a block of this allocator, is listed twice or is already free. Nothing changes.
         """
         self._reject_in_capture("release")
-        for block in self._check("release", ids):
-            self._owners[block] -= 1
-            if self._owners[block] == 0:
-                self._free.append(block)
+        blocks = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        self._check(ids, blocks)
+        for block in blocks:
+            self._is_free[block] = True
+        self._free += blocks
 
     def _reject_in_capture(self, what: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -92,18 +79,16 @@ class BlockAllocator:
                 f"of the capture; call {what} outside the graph and copy the ids into a tensor that the graph reads"
             )
 
-    def _check(self, what: str, ids: Tensor | Sequence[int]) -> list[int]:
-        """Return the ids on the host. Raise ValueError unless all of them are blocks with owners."""
-        blocks = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    def _check(self, ids: Tensor | Sequence[int], blocks: Sequence[int]) -> None:
+        """Raise ValueError unless all of `blocks`, the given `ids` on the host, are allocated and distinct."""
         if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
-            raise ValueError(f"{what}: ids are {ids}; expected ints of shape [n]")
+            raise ValueError(f"release: ids are {ids}; expected ints of shape [n]")
         seen: set[int] = set()
         for block in blocks:
             if not 0 <= block < self.num_total_blocks:
-                raise ValueError(f"{what}: block {block} is not in 0..{self.num_total_blocks - 1}")
-            if self._owners[block] == 0:
-                raise ValueError(f"{what}: block {block} is already free (released twice?)")
+                raise ValueError(f"release: block {block} is not in 0..{self.num_total_blocks - 1}")
+            if self._is_free[block]:
+                raise ValueError(f"release: block {block} is already free (released twice?)")
             if block in seen:
-                raise ValueError(f"{what}: block {block} is listed twice")
+                raise ValueError(f"release: block {block} is listed twice")
             seen.add(block)
-        return blocks

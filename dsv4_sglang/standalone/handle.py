@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
-from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.formats import make_kv_buffers
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.standalone.paged_cache import PagedKVPool
+from dsv4_sglang.standalone.schema import LayerCacheSchema
 from dsv4_sglang.standalone.state_cache import StateCachePool
 from dsv4_sglang.standalone.step import Step
 
@@ -104,18 +104,24 @@ class LayerCacheHandle:
 
     All methods of a decode step can be captured into a CUDA graph and replayed at other positions. Sizes follow from
     shapes; positions, slots and blocks are read on the device at every replay. See `Step`.
+
+    Attributes:
+        layer_idx: id of the layer.
+        state: window rings and compressor states of the layer.
+        paged: entries and index keys of the layer, None in an SWA layer.
+        step: the tokens.
     """
 
-    def __init__(self, layer_idx: int, state_pool: StateCachePool, paged_pool: PagedKVPool | None, step: Step) -> None:
+    def __init__(self, layer_idx: int, state: StateCachePool, paged: PagedKVPool | None, step: Step) -> None:
         self.layer_idx = layer_idx
-        self.state_pool = state_pool
-        self.paged_pool = paged_pool
+        self.state = state
+        self.paged = paged
         self.step = step
         self._window: Tensor | None = None
 
     @property
     def schema(self) -> LayerCacheSchema:
-        return self.state_pool.schema
+        return self.state.schema
 
     def __str__(self) -> str:
         return f"layer {self.layer_idx} ({self.schema.attn.name})"
@@ -129,7 +135,7 @@ class LayerCacheHandle:
         Raises:
             ValueError: the KV format is not FP8.
         """
-        pool = self.state_pool
+        pool = self.state
         if pool.swa_fp8 is None or pool.swa_rope is None or pool.swa_inv is None:
             raise ValueError(
                 f"write_swa, {self}: supports FP8 entries only, the KV format is {self.schema.kv_format.value}; use "
@@ -165,7 +171,7 @@ class LayerCacheHandle:
                 instance because the step does not begin where its tokens end. Nothing is written.
         """
         self._check_append(kv, weights, kv_score, index_kv_score)
-        pool, paged, step = self.state_pool, self.paged_pool, self.step.begin_append(self.layer_idx)
+        pool, paged, step = self.state, self.paged, self.step.begin_append(self.layer_idx)
         if not step.is_decode:
             self._window = make_kv_buffers(1, 1, step.window_size, self.schema.kv_format, kv.device)[0]
         tables = LayerTables(
@@ -178,7 +184,7 @@ class LayerCacheHandle:
             pool.tail_len,
         )
         append_layer(self.schema, tables, weights, Projections(kv, kv_score, index_kv_score), step, self._window)
-        self.step.end_append(self.layer_idx)
+        self.step.end_append(self.layer_idx, step.slots)
 
     def _check_append(
         self, kv: Tensor, weights: LayerWeights, kv_score: Tensor | None, index_kv_score: Tensor | None
@@ -204,7 +210,7 @@ class LayerCacheHandle:
             if columns and getattr(weights, name) is None:
                 raise ValueError(f"append, {self}: weights.{name} is None")
         # The kernels read the table at positions that only the device knows.
-        positions, needed = weights.rope.shape[0], self.step.block_tables.shape[1] * BLOCK_TOKENS
+        positions, needed = weights.rope.shape[0], self.step.requests.block_tables.shape[1] * BLOCK_TOKENS
         if positions < needed:
             raise ValueError(
                 f"append, {self}: weights.rope has {positions} positions; expected at least {needed}, as many as the "
@@ -213,7 +219,7 @@ class LayerCacheHandle:
 
     def read_swa_view(self) -> SwaView:
         """Return the window of every token of the step. Call after `append` or `write_swa`."""
-        pool, step = self.state_pool, self.step
+        pool, step = self.state, self.step
         window = pool.ring if step.is_decode else self._window
         return SwaView(
             window=window,
@@ -230,14 +236,14 @@ class LayerCacheHandle:
 
     def read_classical_view(self) -> ClassicalView | None:
         """Return the compressed entries, None in an SWA layer."""
-        if self.paged_pool is None:
+        if self.paged is None:
             return None
         step, is_hca = self.step.metadata, self.schema.attn is AttentionType.HCA
         return ClassicalView(
-            entries=self.paged_pool.entries,
-            entries_fp8=self.paged_pool.entries_fp8,
-            entries_rope=self.paged_pool.entries_rope,
-            inv_scale=self.paged_pool.inv_scale,
+            entries=self.paged.entries,
+            entries_fp8=self.paged.entries_fp8,
+            entries_rope=self.paged.entries_rope,
+            inv_scale=self.paged.inv_scale,
             block_table=step.block_table,
             n_visible=step.hca_lens if is_hca else step.csa_lens,
             entry_indices=step.block_table[step.token_request.long()] if is_hca else None,
@@ -245,13 +251,13 @@ class LayerCacheHandle:
 
     def read_indexer_view(self) -> IndexerView | None:
         """Return the index keys, None in a layer without an indexer."""
-        if self.paged_pool is None or self.paged_pool.index_keys is None:
+        if self.paged is None or self.paged.index_keys is None:
             return None
         step = self.step.metadata
         return IndexerView(
-            index_keys=self.paged_pool.index_keys,
-            indexer_keys_fp4=self.paged_pool.indexer_keys_fp4,
-            indexer_scales=self.paged_pool.indexer_scales,
+            index_keys=self.paged.index_keys,
+            indexer_keys_fp4=self.paged.indexer_keys_fp4,
+            indexer_scales=self.paged.indexer_scales,
             block_table=step.block_table,
             token_request=step.token_request,
             positions=step.positions,

@@ -109,9 +109,11 @@ def _make_cache(ratio: int, formats: Formats, device: torch.device | str) -> tup
     manager.allocate_block()
     for _ in range(2):
         manager.allocate_block(slot)
-    for state in manager.state.compressor_states.values():
-        state.fill_(float("nan"))
-    for table in (manager.state.rings, *(table for pool in manager.paged_pools if pool for table in pool.allocations)):
+    for pool in manager.state_pools:
+        pool.ring.fill_(formats.unwritten)
+        if pool.compressor_state is not None:
+            pool.compressor_state.fill_(float("nan"))
+    for table in (table for pool in manager.paged_pools if pool for table in pool.allocations):
         table.fill_(formats.unwritten)
     return manager, slot
 

@@ -39,7 +39,7 @@ def calls() -> dict[str, Callable[[], object]]:
     read, written = case.on(DEVICE)
     pair = zeros[:1], zeros[:1] + 1
     table = torch.zeros(4, 300, dtype=torch.int32, device=DEVICE)
-    pool, slices = torch.zeros(8, 64, device=DEVICE), torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
+    pool = torch.zeros(8, 64, device=DEVICE)
     block, host = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(8, 256, dtype=torch.uint8).pin_memory()
     row = torch.zeros(1, dtype=torch.int64)
     arguments = index_case(lens=[(4100, 4101)], heads=64, top=512).args(DEVICE)
@@ -49,7 +49,6 @@ def calls() -> dict[str, Callable[[], object]]:
         "append_v41": lambda: case.append(op, read, written),
         "append_v41_keys": lambda: case.append_keys(op, read, written),
         "copy_state": lambda: op.copy_state(*pair, [layer.tables["ring"][None]]),
-        "update_rows": lambda: op.update_rows(pool, pool, slices, zeros[:1]),
         "gather_tables": lambda: op.gather_tables(block, block, zeros, table, zeros, table),
         "swap_blocks": lambda: op.swap_blocks([pool], host, block, row, True, [0]),
         "index_query": lambda: cuda_index.index_topk(*arguments),

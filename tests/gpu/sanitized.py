@@ -42,12 +42,6 @@ def main() -> None:
     table = torch.arange(2 * 3000, dtype=torch.int32, device=DEVICE).view(2, 3000)
     ints = [torch.tensor(i, device=DEVICE) for i in ([1, 0], [2999, 129])]
     op.gather_tables(*ints, table[0, :2].clone(), table, table.new_zeros(3), table.new_zeros(3, 64))
-    pool, new = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
-    slices = torch.tensor([[3, 40, 0], [0, 8, 0], [8, 10, 99]], device=DEVICE)
-    rejected = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for count in (2, 3):  # the third slice is out of the pool's bounds
-        op.update_rows(pool, new, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), rejected)
-        assert int(rejected) == (-1 if count == 2 else 2)
     host = torch.zeros(30, 1168 + 24, dtype=torch.uint8).pin_memory()
     device = torch.zeros(30, 1168, dtype=torch.uint8, device=DEVICE)
     for to_host in (True, False):

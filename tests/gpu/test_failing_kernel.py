@@ -25,7 +25,6 @@ WHAT = {
     "append_v41": "the launch for 2 tokens of 2 requests, ratio 1, decode",
     "append_v41_keys": "the launch for 2 tokens of 2 requests, ratio 1",
     "copy_state": "the launch for 1 pairs of slots in 1 tensors",
-    "update_rows": "clearing `rejected`",
     "gather_tables": "the launch for 1 requests",
     "index_query": "the launch for 1 tokens of 64 heads",
 }

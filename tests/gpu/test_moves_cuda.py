@@ -88,32 +88,8 @@ def test_copy_state_in_a_graph():
     assert all(torch.equal(g.cpu(), e) for g, e in zip(got, expected))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "row"),
-    [
-        ((584,), torch.uint8, 584),
-        ((584,), torch.uint8, 640),
-        ((73,), torch.uint8, 73),
-        ((4, 32), torch.float32, 128),
-        ((1,), torch.bfloat16, 1),
-        ((), torch.float32, 1),
-    ],
-)
-def test_update_rows(shape, dtype, row):
-    """`row`: numbers from one row of the pool to the next."""
-    wide, new = torch.randn(400, row).mul(50).to(dtype), torch.randn(300, *shape).mul(50).to(dtype)
-    pool = wide[:, : shape[0]] if len(shape) == 1 else wide.view(400, *shape)
-    slices = torch.tensor([[0, 100, 101, 399, 250, 7], [299, 0, 60, 5, 100, 0], [1, 1, 120, 1, 0, 99]])
-    got = strided_copy(pool)
-    for valid in (0, 3, 5):
-        n = torch.tensor([valid], dtype=torch.int32)
-        torch.ops.dsv4_sglang.update_rows(pool, new, slices, n)
-        ops().update_rows(got, device(new), device(slices), device(n))
-        assert torch.equal(got.cpu(), pool), valid
-
-
 def rejected_by_the_cpu(op, *args) -> int:
-    """Return the index of the slice that the reference rejects, or -1."""
+    """Return the index of the pair that the reference rejects, or -1."""
     rejected = torch.zeros(1, dtype=torch.int32)
     with contextlib.suppress(ValueError):
         op(*args, rejected)
@@ -125,68 +101,6 @@ def printed(capfd) -> str:
     torch.cuda.synchronize()
     ctypes.CDLL(None).fflush(None)
     return capfd.readouterr().out
-
-
-BAD_SLICES = [
-    [[0, 8], [0, 0], [2, 3]],
-    [[0, 5], [0, 8], [2, 3]],
-    [[0, -1], [0, 0], [2, 1]],
-    [[0, 5], [0, 0], [2, -1]],
-    [[4, 2, 0], [0, 0, 0], [1, 1, 6]],
-    [[3, 0], [0, 0], [2, 1 << 62]],
-]
-
-
-@pytest.mark.parametrize("slices", BAD_SLICES)
-def test_update_rows_rejects(slices, capfd):
-    """Nothing is written, the first bad slice is reported, and the process keeps its CUDA context."""
-    new, count = torch.ones(10, 8), torch.tensor([len(slices[0])], dtype=torch.int32)
-    slices = torch.tensor(slices)
-    expected = rejected_by_the_cpu(torch.ops.dsv4_sglang.update_rows, torch.zeros(10, 8), new, slices, count)
-    got, rejected = device(torch.zeros(10, 8)), device(torch.tensor([7], dtype=torch.int32))
-    args = got, device(new), device(slices), device(count)
-    ops().update_rows(*args, rejected)
-    assert int(rejected) == expected >= 0
-    ops().update_rows(*args)
-    assert f"update_rows: slice {expected} " in printed(capfd)
-    assert not got.any()
-
-
-def test_update_rows_rejects_among_many():
-    """More slices than a block has threads. The last two overlap, then do not."""
-    count, rows = 3001, 4
-    slices = torch.stack([torch.arange(count) * rows, torch.arange(count) * rows, torch.full((count,), rows)])
-    new = torch.randn(count * rows, 3)
-    pool, rejected = device(torch.zeros(count * rows, 3)), device(torch.zeros(1, dtype=torch.int32))
-    for moved, expected in ((1, count - 2), (0, -1)):
-        slices[0, -1] -= moved
-        ops().update_rows(pool, device(new), device(slices), device(torch.tensor([count]).int()), rejected)
-        assert int(rejected) == expected
-        assert torch.equal(pool.cpu(), torch.zeros_like(new) if moved else new)
-        slices[0, -1] += moved
-
-
-def test_update_rows_in_a_graph_is_rejected_and_comes_back():
-    """Without a tensor for the rejected index from the caller, its memory belongs to the graph too."""
-    pool, new = device(torch.zeros(10, 8)), device(torch.ones(10, 8))
-    slices, n = device(torch.zeros(3, 2, dtype=torch.int64)), device(torch.tensor([2], dtype=torch.int32))
-    rejected, other = device(torch.zeros(1, dtype=torch.int32)), device(torch.zeros(10, 8))
-
-    def update() -> None:
-        torch.ops.dsv4_sglang.update_rows(pool, new, slices, n, rejected)
-        torch.ops.dsv4_sglang.update_rows(other, new, slices, n)
-
-    graph, _ = recorded(update)
-    for given, expected, rows in (
-        ([[0, 4], [0, 4], [1, 2]], -1, [0, 4, 5]),
-        ([[2, 9], [0, 4], [1, 2]], 1, [0, 4, 5]),
-        ([[2, 8], [0, 4], [1, 2]], -1, [0, 2, 4, 5, 8, 9]),
-    ):
-        slices.copy_(torch.tensor(given))
-        graph.replay()
-        assert int(rejected) == expected
-        for table in (pool, other):
-            assert table.any(1).nonzero().flatten().tolist() == rows
 
 
 @pytest.mark.parametrize("tensors", [2, 40], ids=["one launch", "two launches"])

@@ -19,7 +19,7 @@ from benchmarks import ports
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.server import start, stop
-from dsv4_sglang.srt.integration.launch_command import Command
+from dsv4_sglang.srt.launch.command import Command
 
 pytestmark = pytest.mark.server
 

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, client
 from dsv4_sglang.cli.top import Page, frame
-from dsv4_sglang.srt.integration.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
+from dsv4_sglang.srt.prefix_cache.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
 from tools.draw_dashboard import ask, panels, query
 
 pytestmark = pytest.mark.server

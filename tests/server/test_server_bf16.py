@@ -11,7 +11,7 @@ from server_harness import Generated, Server, against_cold, assert_near, assert_
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, table
 

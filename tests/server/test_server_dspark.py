@@ -21,7 +21,7 @@ from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import planned_layout
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.options import Options
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 

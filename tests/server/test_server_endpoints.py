@@ -20,7 +20,7 @@ import server_forkserver
 from liveness import STUCK_SECONDS
 from server_harness import FP32, Server, greedy, prompt
 
-from dsv4_sglang.srt.integration.launch_command import Command, cpu_environment
+from dsv4_sglang.srt.launch.command import Command, cpu_environment
 
 pytestmark = pytest.mark.server
 

@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmarks.lifecycle import SPARED
-from dsv4_sglang.srt.integration.request_validation import SET_BY_SGLANG
+from dsv4_sglang.srt.plugin.request_validation import SET_BY_SGLANG
 
 pytestmark = pytest.mark.server
 

@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 from benchmarks.reference.nextn import NextN
 from benchmarks.reference.oracle import Oracle
-from dsv4_sglang.srt.integration.server_context import GREEDY_ON_CPU
+from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 

@@ -17,7 +17,7 @@ import server_forkserver
 from liveness import run, wait
 from server_harness import launched
 
-from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, Command, cpu_environment
 
 pytestmark = pytest.mark.server
 
@@ -31,8 +31,8 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sglang")]
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
-from dsv4_sglang.srt.integration import compat
-flags = compat.resolve_flags(arguments)
+from dsv4_sglang.srt.sglang.flags import resolve_flags
+flags = resolve_flags(arguments)
 looking = {
     "server_args.ServerArgs.add_cli_args",
     "server_args.ServerArgs.from_cli_args",
@@ -42,7 +42,7 @@ assert HookRegistry._patched == {"sglang.srt." + name for name in looking}, Hook
 assert flags.page_size == 256 and flags.attention_backend == "dsv4"
 from sglang.srt.configs.model_config import ModelConfig
 assert ModelConfig.from_server_args(arguments).is_hybrid_swa
-assert not [name for name in sys.modules if name.startswith("dsv4_sglang.srt.integration.hooks")]
+assert not [name for name in sys.modules if name.startswith("dsv4_sglang.srt.plugin.hooks")]
 """
 
 ACTIVE = """
@@ -54,11 +54,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 from sglang.srt.server_args import ServerArgs
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
-from dsv4_sglang.srt.integration import compat
-resolved = compat.resolve_flags(arguments)
-from dsv4_sglang.srt.integration.server_context import ServerContext
-from dsv4_sglang.srt.integration.hooks import hooks_of
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.sglang.flags import resolve_flags, set_flags
+resolved = resolve_flags(arguments)
+from dsv4_sglang.srt.plugin.server_context import ServerContext
+from dsv4_sglang.srt.plugin.hooks import hooks_of
+from dsv4_sglang.srt.launch.options import Options
 hooks = hooks_of(ServerContext(Options()), on_cpu=True)
 assert {hook.target for hook in hooks} < HookRegistry._patched
 assert resolved.page_size == 128 and resolved.attention_backend == "dsv4_sglang"
@@ -69,13 +69,13 @@ assert resolved.mamba_track_interval == 128
 assert os.environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 # A flag that cannot be served ends the launch, also when SGLang resolves it late, and in a scheduler.
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 from sglang.srt.arg_groups import cuda_graph_hook
 late = cuda_graph_hook.finalize_cuda_graph_prefill_max_context
-cuda_graph_hook.finalize_cuda_graph_prefill_max_context = lambda given: compat.set_flags(given, enable_eplb=True)
+cuda_graph_hook.finalize_cuda_graph_prefill_max_context = lambda given: set_flags(given, enable_eplb=True)
 try:
     given = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
-    compat.resolve_flags(given)
+    resolve_flags(given)
     given.check_server_args()
 except LaunchError as error:
     assert "--enable-eplb is not supported: " in str(error), error
@@ -83,7 +83,7 @@ else:
     raise AssertionError("a flag that SGLang resolves late was served")
 cuda_graph_hook.finalize_cuda_graph_prefill_max_context = late
 ModelConfig.from_server_args(arguments)
-compat.set_flags(arguments, enable_lora=True)
+set_flags(arguments, enable_lora=True)
 try:
     ModelConfig.from_server_args(arguments)
 except ValueError as error:
@@ -93,7 +93,7 @@ else:
 
 # SGLang's own classes in a scheduler are rejected, every one of them named.
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from dsv4_sglang.srt.integration.startup_check import check_started
+from dsv4_sglang.srt.plugin.startup_check import check_started
 model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=None)]))
 runner = SimpleNamespace(
     req_to_token_pool=ReqToTokenPool(4, 128, "cpu", False), token_to_kv_pool=None,
@@ -117,11 +117,9 @@ else:
 @pytest.mark.parametrize("script", [INERT, ACTIVE], ids=["inert", "active"])
 def test_plugin(tiny: Callable[..., Path], tmp_path: Path, script: str) -> None:
     (tmp_path / "script.py").write_text(script)
-    environment = launch_command.cpu_environment()
+    environment = cpu_environment()
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    server_forkserver.run(
-        launch_command.Command([sys.executable, "-m", "script", str(tiny())], environment), tmp_path / "log"
-    )
+    server_forkserver.run(Command([sys.executable, "-m", "script", str(tiny())], environment), tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +146,10 @@ def test_a_scheduler_rejects_a_launch_with_its_last_line(
 def _launch(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Start a server in a new process, as users do, that ends by itself."""
     server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *flags]
-    return run(server, env={**os.environ, **launch_command.cpu_environment()})
+    return run(server, env={**os.environ, **cpu_environment()})
 
 
-OPT_IN = [launch_command.OPT_IN_FLAG, '{"dsv4_sglang": {}}']
+OPT_IN = [OPT_IN_FLAG, '{"dsv4_sglang": {}}']
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,7 @@ OPT_IN = [launch_command.OPT_IN_FLAG, '{"dsv4_sglang": {}}']
     [
         ([*OPT_IN, "--tp-sise", "2"], "unknown flag --tp-sise; did you mean --tp-size?"),
         ([*OPT_IN, "--tp-size", "two"], "argument --tp-size/--tensor-parallel-size: invalid int value: 'two'"),
-        ([*OPT_IN, launch_command.OPT_IN_FLAG, "{}"], "--json-model-override-args is given 2 times; put all keys into"),
+        ([*OPT_IN, OPT_IN_FLAG, "{}"], "--json-model-override-args is given 2 times; put all keys into"),
         (
             [*OPT_IN, "--speculative-algorithm", "EAGLE"],
             "--speculative-algorithm EAGLE: .* has no weights of the draft",
@@ -194,7 +192,7 @@ def test_the_launcher_rejects_a_launch_with_its_last_lines(
     tiny: Callable[..., Path], override: str, said: list[str]
 ) -> None:
     """A launch in a new process, as users start it, ends with one line per reason."""
-    flags = ["--page-size", "64", "--max-running-requests", "-4", launch_command.OPT_IN_FLAG, override]
+    flags = ["--page-size", "64", "--max-running-requests", "-4", OPT_IN_FLAG, override]
     done = _launch(tiny(), *flags)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     last = done.stderr.splitlines()[-len(said) :]

@@ -1,10 +1,10 @@
-"""`copy_state`, `gather_tables`, `swap_blocks`, `update_rows`: copies of state, tables, blocks and rows.
+"""`copy_state`, `gather_tables`, `swap_blocks`: copies of state, tables and blocks.
 
-`copy_state` and `update_rows` read the list of copies on the device, where an error cannot be raised without waiting. A
-launch with invalid input writes nothing and stores in `rejected` [1] int32, if given, the index of the first invalid
-pair or slice, -1 if there is none. Read it where waiting is allowed; every call and every replay of a graph overwrites
-it. Without `rejected` the kernel prints the error to stdout. On a CPU both ops raise ValueError. Shapes and dtypes are
-checked on the host: a GPU raises RuntimeError for them.
+`copy_state` reads the list of copies on the device, where an error cannot be raised without waiting. A launch with
+invalid input writes nothing and stores in `rejected` [1] int32, if given, the index of the first invalid pair, -1 if
+there is none. Read it where waiting is allowed; every call and every replay of a graph overwrites it. Without
+`rejected` the kernel prints the error to stdout. On a CPU the op raises ValueError. Shapes and dtypes are checked on
+the host: a GPU raises RuntimeError for them.
 """
 
 from collections import Counter
@@ -15,17 +15,6 @@ from torch import Tensor
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.ops.schemas import NAMESPACE
-
-
-def _reject(rejected: Tensor | None, op: str, wrong: dict[int, str]) -> None:
-    """Store the index of the first problem in `rejected` and raise ValueError for it. `wrong` maps indices to
-    messages.
-    """
-    first = min(wrong, default=-1)
-    if rejected is not None:
-        rejected.fill_(first)
-    if wrong:
-        raise ValueError(f"{op}: {wrong[first]}; nothing is written")
 
 
 def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], rejected: Tensor | None = None) -> None:
@@ -49,7 +38,11 @@ def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], rejected: Te
             wrong[i] = f"pair {i}, slot {s} to slot {d}, is out of range for tensors of {slots} slots"
         elif named[d] > 1:
             wrong[i] = f"pair {i}, slot {s} to slot {d}, has the same destination as another pair"
-    _reject(rejected, "copy_state", wrong)
+    first = min(wrong, default=-1)
+    if rejected is not None:
+        rejected.fill_(first)
+    if wrong:
+        raise ValueError(f"copy_state: {wrong[first]}; nothing is written")
     valid = (src >= 0) & (dst >= 0)
     src, dst = src[valid].long(), dst[valid].long()
     for tensor in tensors:
@@ -119,41 +112,6 @@ def swap_blocks(
             view[blocks] = host[rows, begin:end]
 
 
-def update_rows(
-    pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor, rejected: Tensor | None = None
-) -> None:
-    """Copy slices of `new_rows` into `pool`.
-
-    If a slice is out of range of either tensor or overlaps another one in the destination, all slices are rejected and
-    nothing is written.
-
-    Args:
-        pool: [R, ...].
-        new_rows: [N, ...].
-        slices: int64 [3, n], destination start, source start and length of each slice.
-        n_valid: int32 [1], number of leading slices to copy.
-        rejected: see the module.
-    """
-    valid = slices[:, : max(0, int(n_valid))].T.tolist()
-    wrong = {
-        i: f"slice {i} (destination {d}, source {s}, length {n}) leaves a pool of {pool.shape[0]} or "
-        f"{new_rows.shape[0]} new rows"
-        for i, (d, s, n) in enumerate(valid)
-        if min(d, s, n) < 0 or d + n > pool.shape[0] or s + n > new_rows.shape[0]
-    }
-    spans = sorted((d, d + n, i) for i, (d, _, n) in enumerate(valid) if i not in wrong)
-    reached = 0
-    for k, (begin, end, i) in enumerate(spans):
-        following = spans[k + 1][0] if k + 1 < len(spans) else end
-        if begin < reached or following < end:
-            wrong[i] = f"slice {i} of destination rows {begin}..{end - 1} overlaps another"
-        reached = max(reached, end)
-    _reject(rejected, "update_rows", wrong)
-    for d, s, n in valid:
-        pool[d : d + n] = new_rows[s : s + n]
-
-
 torch.library.impl(f"{NAMESPACE}::copy_state", "CPU", copy_state)
 torch.library.impl(f"{NAMESPACE}::gather_tables", "CPU", gather_tables)
 torch.library.impl(f"{NAMESPACE}::swap_blocks", "CPU", swap_blocks)
-torch.library.impl(f"{NAMESPACE}::update_rows", "CPU", update_rows)

@@ -1,1 +1,1 @@
-"""Attention backend, speculative decoding and prefill graphs."""
+"""Attention backend, speculative decoding, prefill graphs and the collective operations of DP attention."""

@@ -12,7 +12,7 @@ from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.model.v41 import MODEL_TYPES, V41Config, v41_schedule
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.models import model_config
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import CompressedKVPool
@@ -42,7 +42,7 @@ class V41Backend(HybridCacheBackend):
     """Attention backend for prefill and decode steps of all layers of a V4.1 model."""
 
     def __init__(self, runner: Any) -> None:
-        config = compat.model_config(runner.model_config.hf_config)
+        config = model_config(runner.model_config.hf_config)
         assert isinstance(config, V41Config)
         self.config, self.schedule = config, v41_schedule(config)
         super().__init__(runner)

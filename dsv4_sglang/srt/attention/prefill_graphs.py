@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.flags import current_flags, given_graph_settings, note_given_graph_setting, set_flags
 
 PHASE, BACKEND = "prefill", "breakable"
 # Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of
@@ -30,7 +30,7 @@ def switch_on(server_args: Any) -> None:
     A decode server of a disaggregated deployment runs no prefill steps. SGLang does not record breakable graphs with
     --enable-memory-saver, because it cannot release their memory.
     """
-    args, given = compat.flags(server_args), compat.given_graph_settings(server_args)
+    args, given = current_flags(server_args), given_graph_settings(server_args)
     if args.device != "cuda" or args.disaggregation_mode == "decode" or args.cuda_graph_config is None:
         return
     if args.enable_memory_saver:
@@ -42,8 +42,8 @@ def switch_on(server_args: Any) -> None:
         longest = graphs.prefill.max_bs if (PHASE, "max_bs") in given else min(SIZES[-1], graphs.prefill.max_bs)
         graphs.prefill.bs = sorted({*(size for size in SIZES if size < longest), longest})
     graphs.prefill.max_bs = max(graphs.prefill.bs)
-    compat.set_flags(server_args, cuda_graph_config=graphs)
-    compat.note_given_graph_setting(server_args, PHASE, "backend")
+    set_flags(server_args, cuda_graph_config=graphs)
+    note_given_graph_setting(server_args, PHASE, "backend")
 
 
 def fits(original: Callable[..., bool], runner: Any, *, batch_size: int, **step: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.flags import set_flags
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
@@ -75,13 +75,13 @@ def capture_graphs(original: Callable[..., None], worker: Any) -> None:
 
 
 def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> None:
-    """AROUND `compat.RESOLVE_DSPARK`: resolve the flags as on a GPU, but disable CUDA graphs. With graphs the worker
+    """AROUND `targets.RESOLVE_DSPARK`: resolve the flags as on a GPU, but disable CUDA graphs. With graphs the worker
     would select drafts inside one."""
-    compat.set_flags(server_args, disable_cuda_graph=True, device="cuda")
+    set_flags(server_args, disable_cuda_graph=True, device="cuda")
     try:
         original(server_args)
     finally:
-        compat.set_flags(server_args, device="cpu")
+        set_flags(server_args, device="cpu")
 
 
 def validate_on_cpu(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
@@ -101,7 +101,7 @@ def write_context(
     commit_lens: torch.Tensor | None = None,
     **_of_their_pool: Any,
 ) -> None:
-    """REPLACE `compat.WRITE_CONTEXT`: write the draft model's window entries. This is the last part of a prefill step
+    """REPLACE `targets.WRITE_CONTEXT`: write the draft model's window entries. This is the last part of a prefill step
     and of a verify step; the latter passes the number of accepted tokens per request.
 
     Args:

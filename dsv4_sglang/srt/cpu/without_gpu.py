@@ -10,7 +10,7 @@ from typing import Any
 
 
 def accept(*args: Any, **kwargs: Any) -> None:
-    """REPLACE `compat.VALIDATE_EXTRA_BUFFER`: accept every configuration."""
+    """REPLACE `targets.VALIDATE_EXTRA_BUFFER`: accept every configuration."""
 
 
 def keep_kv_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:

@@ -1,1 +1,1 @@
-"""Sleep, disaggregation, integrity check and collective operations."""
+"""Sleep, disaggregation, integrity audit and control requests of a running server."""

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.scheduler import disaggregated_requests, idle_differences
+from dsv4_sglang.srt.sglang.tree import check_tree
 
 # Key of the reports in the internal state of a DP-attention rank, as GET /server_info returns it.
 KEY = "dsv4_sglang_integrity"
@@ -364,7 +365,7 @@ class _Tree:
     def _own_findings(self) -> Iterator[Finding]:
         """Yield what SGLang's own check of the tree reports: structure, leaves, lists, sizes."""
         try:
-            compat.check_tree(self.cache)
+            check_tree(self.cache)
         except AssertionError as error:
             yield Finding("SGLang's check of the tree", str(error))
 
@@ -421,7 +422,7 @@ def report(scheduler: Any) -> dict[str, Any]:
     found = audit(scheduler.tree_cache, requests)
     findings, idle = found.findings, scheduler.is_fully_idle()
     if idle:
-        findings += [Finding("SGLang's check of an idle server", text) for text in compat.idle_differences(scheduler)]
+        findings += [Finding("SGLang's check of an idle server", text) for text in idle_differences(scheduler)]
     return {
         "dp_rank": get_parallel().attn_dp_rank,
         "tp_rank": get_parallel().tp_rank,
@@ -449,5 +450,5 @@ def requests_of(scheduler: Any) -> list[Any]:
         batches += [batch for batch, _ in scheduler.result_queue]
     known = [req for batch in batches if batch is not None for req in batch.reqs]
     known += [req for req in (scheduler.chunked_req, *scheduler.waiting_queue) if req is not None]
-    known += compat.disaggregated_requests(scheduler)
+    known += disaggregated_requests(scheduler)
     return list({id(req): req for req in known}.values())

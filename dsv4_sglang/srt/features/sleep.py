@@ -18,9 +18,9 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
 from sglang.srt.platforms import current_platform
 
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.control_requests import FatalError
+from dsv4_sglang.srt.features.control_requests import FatalError
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
+from dsv4_sglang.srt.sglang.scheduler import is_paused, set_paused
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +61,12 @@ def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     recv_req.tags, scheduler = tags, updater.scheduler
     if not updater.offload_tags:
         setattr(scheduler, PAUSED, _retract(scheduler))
-        compat.set_paused(scheduler, True)
+        set_paused(scheduler, True)
     try:
         return _release(original, updater, recv_req)
     except Exception:
         if not updater.offload_tags:
-            compat.set_paused(scheduler, vars(scheduler).pop(PAUSED))
+            set_paused(scheduler, vars(scheduler).pop(PAUSED))
         raise
 
 
@@ -101,7 +101,7 @@ def resume_memory(original: Callable[..., Any], updater: Any, recv_req: Any) -> 
         runner.token_to_kv_pool.full_kv_pool.reset()
         current_platform.synchronize()
     if not updater.offload_tags:
-        compat.set_paused(scheduler, vars(scheduler).pop(PAUSED))
+        set_paused(scheduler, vars(scheduler).pop(PAUSED))
     return output
 
 
@@ -111,7 +111,7 @@ def keep_paused(original: Callable[..., None], scheduler: Any, recv_req: Any) ->
     original(scheduler, recv_req)
     if scheduler.weight_updater.offload_tags:
         setattr(scheduler, PAUSED, False)
-        compat.set_paused(scheduler, True)
+        set_paused(scheduler, True)
 
 
 def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
@@ -145,7 +145,7 @@ def _invalidated_cache(updater: Any, empty_cache: bool) -> Iterator[None]:
         FatalError: the update is done, and the cache could not be flushed.
     """
     scheduler = updater.scheduler
-    compat.set_paused(scheduler, _retract(scheduler))
+    set_paused(scheduler, _retract(scheduler))
     _settle(scheduler)
     with _hidden_queue(scheduler):
         if not scheduler.is_fully_idle():
@@ -172,7 +172,7 @@ def _invalidated_cache(updater: Any, empty_cache: bool) -> Iterator[None]:
 def _retract(scheduler: Any) -> bool:
     """Retract running requests to the queue, including those of the running step. Return True if the scheduler was
     paused before."""
-    paused = compat.is_paused(scheduler)
+    paused = is_paused(scheduler)
     if scheduler.disaggregation_mode is DisaggregationMode.NULL:
         scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
     return paused

@@ -14,10 +14,12 @@ from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase, Co
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.component import SELECTIVE, WRITE_BACK, HostSnapshotComponent
-from dsv4_sglang.srt.integration import compat, metrics
+from dsv4_sglang.srt.prefix_cache import metrics
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import BlockComponent, component_of
 from dsv4_sglang.srt.prefix_cache.policy import MARGIN
+from dsv4_sglang.srt.sglang.host_transfers import note_backup, start_backup
+from dsv4_sglang.srt.sglang.tree import evict_from_host
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -262,7 +264,7 @@ class HostPrefixCache(PrefixCache):
         if not with_snapshot:
             transfers = {}
         only_snapshot = node.backuped
-        rows = compat.start_backup(self, node.id, blocks[:0] if only_snapshot else blocks, transfers)
+        rows = start_backup(self, node.id, blocks[:0] if only_snapshot else blocks, transfers)
         if rows is None:
             return None
         if only_snapshot:
@@ -271,7 +273,7 @@ class HostPrefixCache(PrefixCache):
             )
         else:
             self.tree_core.commit_backup(node.id, rows, transfers)
-        compat.note_backup(self, node.id, self.inc_lock_ref(node.id).to_dec_params())
+        note_backup(self, node.id, self.inc_lock_ref(node.id).to_dec_params())
         snapshots = sum(len(transfer.host_indices) for of_one in transfers.values() for transfer in of_one)
         return len(rows) // BLOCK * self.full_kv_pool_host.row_bytes + snapshots * self.mamba_pool_host.row_bytes
 
@@ -370,12 +372,12 @@ class HostPrefixCache(PrefixCache):
                     continue
                 if self._is_end(node):
                     above = node.parent
-                    compat.evict_from_host(self, node, self.components.values())
+                    evict_from_host(self, node, self.components.values())
                     end = self._free_dangling_blocks(above, path)
                     if end is not None and value[place := slots.id_of(end)] < enough:
                         heapq.heappush(order, (float(value[place]), place))
                 elif for_snapshots:
-                    compat.evict_from_host(self, node, [self.component])
+                    evict_from_host(self, node, [self.component])
         return int(pool.available_size() - before)
 
     def _free_dangling_blocks(self, node: UnifiedTreeNode, path: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:
@@ -388,7 +390,7 @@ class HostPrefixCache(PrefixCache):
                 self._dangling[node] = None
                 return None
             above = node.parent
-            compat.evict_from_host(self, node, self.components.values())
+            evict_from_host(self, node, self.components.values())
             node = above
         return None
 

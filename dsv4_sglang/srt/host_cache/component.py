@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import (
 from torch import Tensor
 
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
-from dsv4_sglang.srt.integration import metrics
+from dsv4_sglang.srt.prefix_cache import metrics
 from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent, note_change
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any
 from dsv4_sglang.ops.trust import reject_writable_by_all, require_own, require_owner
 from dsv4_sglang.srt.host_cache import locks
 from dsv4_sglang.srt.host_cache.files import open_file, opened_file, opened_folder, status_of
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 # Environment variable with the folder of a storage, and the folder without it.
 FOLDERS = {

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 
 from dsv4_sglang.srt.host_cache.checksummed import ChecksummedEntries
 from dsv4_sglang.srt.host_cache.storage import WRONG_CHECKSUM
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.storage import mooncake_names
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class MooncakeStorage(ChecksummedEntries, MooncakeStore):
         self.config_prefix: str = f"{self._first_prefix}-{name}"
 
     def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
-        return compat.mooncake_names(self, pool, keys)
+        return mooncake_names(self, pool, keys)
 
     def discard(self, names: Sequence[str], pool: Any, found: list[bool], usable: list[bool]) -> None:
         for name, there, good in zip(names, found, usable):

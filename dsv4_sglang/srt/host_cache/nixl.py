@@ -23,8 +23,8 @@ from dsv4_sglang.srt.host_cache.storage import (
     remove_page,
 )
 from dsv4_sglang.srt.host_cache.used_folder import UsedFolder
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.sglang.storage import nixl_names
 
 
 class NixlStorage(ChecksummedEntries, HiCacheNixl):
@@ -96,7 +96,7 @@ class NixlStorage(ChecksummedEntries, HiCacheNixl):
         self._pause.begin(self._folders[0].path, "NIXL cannot write pages" if all(left) else DISK_FULL)
 
     def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
-        return compat.nixl_names(self, pool, keys)
+        return nixl_names(self, pool, keys)
 
     def discard(self, names: Sequence[str], pool: Any, found: list[bool], usable: list[bool]) -> None:
         """Remove unusable pages. NIXL reads all pages of a request or none, so pages of a wrong size are removed too:

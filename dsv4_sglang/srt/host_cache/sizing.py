@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
 
 GB = 10**9

@@ -31,7 +31,7 @@ from dsv4_sglang.srt.host_cache.folder import (
 )
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, checksum, verify_checksum
 from dsv4_sglang.srt.host_cache.used_folder import UsedFolder
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.storage import bound_folder, evictor_of, lock_of_files, set_files
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class FolderEvictor(LRUFileEvictor):
         self._look()
 
     def _look(self) -> None:
-        with compat.lock_of_files(self):
+        with lock_of_files(self):
             self._scan_existing_files()
 
     def _scan_existing_files(self) -> None:
@@ -110,7 +110,7 @@ class FolderEvictor(LRUFileEvictor):
                     Cleaning().remove([file])
                 elif file.path.suffix == ".bin" and file.path.parent == folder:
                     found.append((EVICTED[file.state], file.used_at, file.path.stem, file.bytes))
-        compat.set_files(self, {stem: size for _, _, stem, size in sorted(found)})
+        set_files(self, {stem: size for _, _, stem, size in sorted(found)})
         self._written = 0
 
 
@@ -130,7 +130,7 @@ class FileStorage(HiCacheFile):
         require_names(folder / longest, variable)
         self._folder = UsedFolder(folder, bool(named), self._forget)
         self._folder.use(self.config_suffix[1:])
-        compat.bound_folder(self, FolderEvictor, storage_config)
+        bound_folder(self, FolderEvictor, storage_config)
 
     def available(self) -> bool:
         """Return True if the folder is available. Log when that changes."""
@@ -166,11 +166,11 @@ class FileStorage(HiCacheFile):
         if (found := status_of(name, folder=folder).st_size) != size:
             self._remove(stem, f"it has {found} bytes, not {size}")
             return False
-        compat.evictor_of(self).touch(stem, str(self._folder.path / name))
+        evictor_of(self).touch(stem, str(self._folder.path / name))
         return True
 
     def _write(self, stem: str, page: Tensor, folder: int) -> None:
-        evictor = compat.evictor_of(self)
+        evictor = evictor_of(self)
         if not evictor.reserve(stem, page.numel(), key=stem):
             self._pause.begin(self._folder.path, "its limits max_size and min_free_space leave no space")
         try:
@@ -201,7 +201,7 @@ class FileStorage(HiCacheFile):
         if size < target_location.numel() or not verify_checksum(target_location, stem):
             self._remove(stem, WRONG_CHECKSUM)
             return None
-        compat.evictor_of(self).touch(stem, str(self._folder.path / f"{stem}.bin"))
+        evictor_of(self).touch(stem, str(self._folder.path / f"{stem}.bin"))
         if self.metadata_cache is not None:
             self.metadata_cache.add(stem)
         return target_location
@@ -233,7 +233,7 @@ class FileStorage(HiCacheFile):
         """Drop the cached list of the folder's files, because the folder has changed."""
         if self.metadata_cache is not None:
             self.metadata_cache.clear()
-        compat.evictor_of(self).clear()
+        evictor_of(self).clear()
 
 
 def remove_page(path: Path, why: str) -> None:

@@ -25,11 +25,11 @@ from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import StorageFull
 from dsv4_sglang.srt.host_cache.used_folder import describe_weights
 from dsv4_sglang.srt.host_cache.watch import LoadWatch
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.launch_error import LaunchError, ending_with_the_reason
-from dsv4_sglang.srt.integration.options import model_overrides
-from dsv4_sglang.srt.memory.copy_timer import CopyTimer
+from dsv4_sglang.srt.launch.error import LaunchError, ending_with_the_reason
+from dsv4_sglang.srt.launch.options import model_overrides
 from dsv4_sglang.srt.memory.pools import CacheKVPool
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
+from dsv4_sglang.srt.sglang.flags import current_flags
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class HostStack(StackStrategy):
                 device_blocks.layout,
                 (blocks.row_bytes, snapshots.row_bytes),
                 overrides=model_overrides(server_args.json_model_override_args),
-                **weight_facts(compat.flags(server_args)),
+                **weight_facts(current_flags(server_args)),
             )
             weights = Path(server_args.model_path).absolute()
             describe_weights(model_name, f"{weights}, random" if draws_weights(server_args) else str(weights))

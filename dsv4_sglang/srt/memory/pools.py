@@ -25,8 +25,8 @@ from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.sglang.pools import fill_state_pool
 
 # Of each buffer of a transfer: addresses, lengths in bytes, and bytes per item.
 BufferInfos = tuple[list[int], list[int], list[int]]
@@ -112,7 +112,7 @@ class StateSlotPool(MambaPool):
         self.size, self.device = size, device
         self.mamba_layer_ids = list(mamba_layer_ids)
         self.num_mamba_layers = len(self.mamba_layer_ids)
-        compat.fill_state_pool(self)
+        fill_state_pool(self)
 
         self.staging = cache_params.staging
         slots = size + 1 + self.staging

@@ -10,8 +10,8 @@ from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import build_schedule
 from dsv4_sglang.model.v41 import V41Config, v41_schedule
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
 
 
 def served_layout(

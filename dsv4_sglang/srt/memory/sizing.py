@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 GIB = 1 << 30
 # Default share of snapshots in the memory that the weights leave (docs/benchmarks/results.md).

@@ -9,9 +9,9 @@ from sglang.srt.models import deepseek_v4 as in_tree
 from torch import Tensor
 
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
-from dsv4_sglang.srt.integration.compat import replaced
 from dsv4_sglang.srt.models.layers import DecoderLayer
 from dsv4_sglang.srt.models.layers_v41 import V41DecoderLayer
+from dsv4_sglang.srt.sglang.models import replaced
 
 
 class Model(in_tree.DeepseekV4Model):

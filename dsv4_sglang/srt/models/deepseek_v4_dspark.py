@@ -14,8 +14,8 @@ from sglang.srt.models import deepseek_v4_dspark as in_tree
 from torch import Tensor, nn
 
 from dsv4_sglang.cache.append import LayerWeights
-from dsv4_sglang.srt.integration.compat import replaced
 from dsv4_sglang.srt.models.layers import CachedAttention, DecoderLayer
+from dsv4_sglang.srt.sglang.models import replaced
 
 
 class Stage(in_tree.DSparkV4Stage, DecoderLayer):

@@ -9,8 +9,8 @@ from typing import Any
 
 from sglang.srt.models import deepseek_v4_nextn as in_tree
 
-from dsv4_sglang.srt.integration.compat import replaced
 from dsv4_sglang.srt.models.layers import DecoderLayer
+from dsv4_sglang.srt.sglang.models import replaced
 
 
 class DeepseekV4ForCausalLMNextN(in_tree.DeepseekV4ForCausalLMNextN):

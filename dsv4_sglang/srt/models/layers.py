@@ -33,7 +33,7 @@ from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.srt.attention.backend import IndexQuery, LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.models import takes_quantised_input
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
     def quantises_latent(self) -> bool:
         """True if the latent is quantised once, together with its norm, for all projections from it."""
         projections = [self.wq_b, *([self.indexer.wq_b] if self.indexer else [])]
-        return all(map(compat.takes_quantised_input, projections))
+        return all(map(takes_quantised_input, projections))
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the query latent before its norm `[T, q_lora_rank]` and the raw window projection `[T, 512]`."""

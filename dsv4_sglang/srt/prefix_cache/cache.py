@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
+from dsv4_sglang.srt.sglang.tree import nodes_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,7 +39,7 @@ class PrefixCache(UnifiedRadixCache):
 
     def sanity_check(self) -> None:
         begin = time.monotonic()
-        if begin < self._next_check or compat.nodes_of(self.tree_core) > CHECKED_NODES:
+        if begin < self._next_check or nodes_of(self.tree_core) > CHECKED_NODES:
             return
         super().sanity_check()
         end = time.monotonic()

@@ -14,12 +14,14 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat, metrics
-from dsv4_sglang.srt.integration.metrics import CacheMetrics
+from dsv4_sglang.srt.prefix_cache import metrics
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
+from dsv4_sglang.srt.prefix_cache.metrics import CacheMetrics
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.sglang.scheduler import seconds_since_created
+from dsv4_sglang.srt.sglang.tree import evict_from_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -264,7 +266,7 @@ class SnapshotComponent(MambaComponent):
 
     def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
         """Evict a snapshot. The blocks of the node stay until their memory is needed."""
-        compat.evict_from_device(self, node)
+        evict_from_device(self, node)
 
     # Interface of SGLang's tree components
 
@@ -346,7 +348,7 @@ class SnapshotComponent(MambaComponent):
         req.kv.mamba_last_track_seqlen = None
         if len(req.output_ids) and (cache := getattr(req, WAITING, None)):
             setattr(req, WAITING, None)
-            self.metrics.observe("first_token_seconds", compat.seconds_since_created(req), cache)
+            self.metrics.observe("first_token_seconds", seconds_since_created(req), cache)
         self.metrics.publish()
 
     def _attach(self, inserted: InsertParams, length: int, slot: int) -> bool:

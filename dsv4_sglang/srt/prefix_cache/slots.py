@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
-from dsv4_sglang.srt.memory.copy_timer import CopyTimer
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 

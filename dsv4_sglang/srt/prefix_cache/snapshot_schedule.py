@@ -17,9 +17,9 @@ from sglang.srt.runtime_context import get_spec
 from torch.nn.utils.rnn import pad_sequence
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.sglang.scheduler import note_track_positions, track_entry
 
 # Attributes of a batch: the planned snapshots of its requests, as lists and as a tensor.
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
@@ -60,12 +60,12 @@ def pass_plan_to_backend(
 
 
 def plan_request(batch: Any, req: Any) -> Any:
-    """REPLACE `compat.TRACK_REQUEST`: plan the snapshots of one request."""
+    """REPLACE `targets.TRACK_REQUEST`: plan the snapshots of one request."""
     plan = getattr(batch, PLAN)
     room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
     taken = component_of(batch.tree_cache).plan_prefill(req, room)
     plan.append(taken)
-    return compat.track_entry(bool(taken))
+    return track_entry(bool(taken))
 
 
 def plan_decode(batch: Any, track_positions: Any = None) -> None:
@@ -83,7 +83,7 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
             torch.tensor(planned, dtype=torch.int64).to(batch.device, non_blocking=True) if any(planned) else None
         )
         return
-    compat.note_track_positions(batch)
+    note_track_positions(batch)
     component = component_of(batch.tree_cache)
     at = batch.seq_lens_cpu % BLOCK
     for row in torch.nonzero(at == 2).flatten().tolist():

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from dsv4_sglang.srt.integration.options import Options
-    from dsv4_sglang.srt.integration.server_context import ServerContext
+    from dsv4_sglang.srt.launch.options import Options
+    from dsv4_sglang.srt.plugin.server_context import ServerContext
 
 PARSER = "sglang.srt.server_args.ServerArgs.add_cli_args"
 COMMAND_LINE = "sglang.srt.server_args.ServerArgs.from_cli_args"
@@ -48,8 +48,8 @@ def _opts_in() -> bool:
 def reject_in_one_line(original: Callable[..., Any], parser: ArgumentParser) -> None:
     """AROUND `ServerArgs.add_cli_args`: after an error of the command line print its reason only. SGLang would print
     the usage of all of its flags, 431 lines."""
-    from dsv4_sglang.srt.integration.flag_names import reject_unknown
-    from dsv4_sglang.srt.integration.launch_error import LaunchError
+    from dsv4_sglang.srt.launch.error import LaunchError
+    from dsv4_sglang.srt.launch.flag_names import reject_unknown
 
     def error(message: str) -> NoReturn:
         try:
@@ -72,10 +72,10 @@ def before_command_line(_cls: type, args: Namespace) -> None:
     Raises:
         LaunchError: the server cannot be started with these options or this model.
     """
-    from dsv4_sglang.srt.integration.checkpoint_check import check_checkpoint
-    from dsv4_sglang.srt.integration.launch_command import config_of, overrides_given
-    from dsv4_sglang.srt.integration.launch_error import without_traceback
-    from dsv4_sglang.srt.integration.options import from_override_args
+    from dsv4_sglang.srt.launch.checkpoint_check import check_checkpoint
+    from dsv4_sglang.srt.launch.command import config_of, overrides_given
+    from dsv4_sglang.srt.launch.error import without_traceback
+    from dsv4_sglang.srt.launch.options import from_override_args
 
     sys.excepthook = without_traceback(sys.excepthook)
     if _opts_in():
@@ -100,8 +100,8 @@ class OptIn:
         """
         from huggingface_hub.errors import StrictDataclassError
 
-        from dsv4_sglang.srt.integration.launch_error import LaunchError
-        from dsv4_sglang.srt.integration.options import from_override_args
+        from dsv4_sglang.srt.launch.error import LaunchError
+        from dsv4_sglang.srt.launch.options import from_override_args
 
         options = from_override_args(server_args.json_model_override_args)
         if options is None:
@@ -116,11 +116,11 @@ class OptIn:
 
     def _install(self, options: Options, server_args: Any) -> None:
         if self.context is None:
-            from dsv4_sglang.srt.integration.compat import rejecting_other_releases
+            from dsv4_sglang.srt.sglang.release import rejecting_other_releases
 
             with rejecting_other_releases():
-                from dsv4_sglang.srt.integration.activate import activate
-                from dsv4_sglang.srt.integration.server_context import ServerContext
+                from dsv4_sglang.srt.plugin.activate import activate
+                from dsv4_sglang.srt.plugin.server_context import ServerContext
 
                 context = ServerContext(options)
                 activate(context, server_args)

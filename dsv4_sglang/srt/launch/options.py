@@ -13,7 +13,7 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 FLAG = "--json-model-override-args"
 KEY = "dsv4_sglang"

@@ -178,7 +178,7 @@ def _check_lengths(request: Any) -> None:
 
 
 def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None:
-    """AROUND `compat.SEND_TO_SCHEDULER`, which sends every request of a process: check the message `obj` first. Raise
+    """AROUND `targets.SEND_TO_SCHEDULER`, which sends every request of a process: check the message `obj` first. Raise
     ValueError for an invalid field."""
     for request in _requests_of(obj):
         _check_types(request)

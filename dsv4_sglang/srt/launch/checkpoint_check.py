@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 INDEX = "model.safetensors.index.json"
 # SGLang serves without the second one, but then it knows neither the chat template nor the end of an answer.

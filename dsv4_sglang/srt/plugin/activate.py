@@ -12,12 +12,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
-from dsv4_sglang.srt.integration import compat, sglang_contract
-from dsv4_sglang.srt.integration.hooks import hooks_of
-from dsv4_sglang.srt.integration.launch_command import config_of
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ARCHITECTURE, BACKEND, PREFIX_CACHE, ServerContext
+from dsv4_sglang.srt.launch.command import config_of
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
+from dsv4_sglang.srt.plugin import sglang_contract
+from dsv4_sglang.srt.plugin.hooks import hooks_of
+from dsv4_sglang.srt.plugin.server_context import ARCHITECTURE, BACKEND, PREFIX_CACHE, ServerContext
+from dsv4_sglang.srt.sglang import release, targets
+from dsv4_sglang.srt.sglang.models import config_class
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +42,9 @@ def activate(context: ServerContext, server_args: Any) -> None:
 
 def warn_of_release() -> None:
     """Log a warning if the installed release has all expected hooks but is not the supported one."""
-    if not compat.is_supported():
+    if not release.is_supported():
         said = "dsv4_sglang: %s; its hooks are as expected, but flags that are new in it are not checked"
-        log.warning(said, compat.version_note())
+        log.warning(said, release.version_note())
 
 
 def _set_environment(config: dict[str, Any]) -> None:
@@ -64,13 +66,13 @@ def _declare_state() -> None:
     """Declare in SGLang's config classes of this architecture that the model has a recurrent state."""
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
 
-    for config_class in map(compat.config_class, ("deepseek_v4", *V41_MODEL_TYPES)):
+    for kind in map(config_class, ("deepseek_v4", *V41_MODEL_TYPES)):
         # Snapshots are taken at multiples of this many tokens.
-        config_class.mamba_chunk_size = BLOCK
-        config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
+        kind.mamba_chunk_size = BLOCK
+        kind.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
         register_linear_attn_model(
             LinearAttnModelSpec(
-                config_class=config_class,
+                config_class=kind,
                 backend_class_name=BACKEND,
                 arch_names=[ARCHITECTURE],
                 support_mamba_cache_extra_buffer=True,
@@ -84,7 +86,7 @@ def _register_caches(options: Options, server_args: Any) -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
-    from dsv4_sglang.srt.integration.prefix_cache_factory import build_prefix_cache
+    from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 
     register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
     register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=options.snapshot_interval))
@@ -110,9 +112,9 @@ def _apply(hooks: tuple[sglang_contract.Hook, ...]) -> None:
         HookRegistry.apply_hooks()
     finally:
         sglangs_log.setLevel(level)
-    missing = [hook for hook in hooks if hook.target not in compat.applied_hooks()]
+    missing = [hook for hook in hooks if hook.target not in targets.applied_hooks()]
     if missing:
-        raise LaunchError(*(f"cannot hook {hook.target}: {hook.reason} ({compat.version_note()})" for hook in missing))
+        raise LaunchError(*(f"cannot hook {hook.target}: {hook.reason} ({release.version_note()})" for hook in missing))
 
 
 def _register_model() -> None:

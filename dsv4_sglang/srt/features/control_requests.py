@@ -21,7 +21,7 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 
 from dsv4_sglang.srt.features import weight_groups
 from dsv4_sglang.srt.features.integrity import requests_of
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.sglang.scheduler import add_result_handler, wrap_dispatcher
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ControlRequestError(HTTPException):
 def guard_control_requests(original: Callable[..., None], scheduler: Any) -> None:
     """AROUND `Scheduler.init_request_dispatcher`: answer a control request that raises an exception with the error."""
     original(scheduler)
-    compat.wrap_dispatcher(scheduler, lambda dispatch, request: _answer(scheduler, dispatch, request))
+    wrap_dispatcher(scheduler, lambda dispatch, request: _answer(scheduler, dispatch, request))
 
 
 def _answer(scheduler: Any, dispatch: Callable[..., Any], request: Any) -> Any:
@@ -141,7 +141,7 @@ def abort_one(original: Callable[..., None], scheduler: Any, recv_req: Any) -> N
 def receive_errors(original: Callable[..., None], manager: Any) -> None:
     """AROUND `TokenizerManager.init_communicators`: pass the error answers of schedulers to the waiting calls."""
     original(manager)
-    compat.add_result_handler(manager, io_struct.RpcReqOutput, _receive)
+    add_result_handler(manager, io_struct.RpcReqOutput, _receive)
 
 
 def _receive(answer: io_struct.RpcReqOutput) -> None:

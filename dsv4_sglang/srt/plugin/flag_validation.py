@@ -17,11 +17,11 @@ from sglang.srt.environ import envs
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, on_grid
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
+from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, on_grid
+from dsv4_sglang.srt.sglang.flags import flag_defaults
 
 # CUDA graphs of a phase: the only kind that is served, and the reason.
 GRAPHS = (
@@ -62,7 +62,7 @@ def _given(value: object, default: object) -> bool:
 
 def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     """Yield (flag, reason) of the unsupported flags. `resolved`: SGLang has derived values from the given flags."""
-    defaults = compat.flag_defaults()
+    defaults = flag_defaults()
     for denied in DENIED:
         for field in denied.fields.split():
             if field not in defaults:  # another release has it
@@ -158,7 +158,7 @@ def _rejected_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
 def _rejected_with_host_cache(args: Any, options: Options) -> Iterable[tuple[str, str]]:
     """Yield settings of a host cache that there is not, and random weights in a storage that all servers share."""
     if not args.enable_hierarchical_cache:
-        defaults, reason = compat.flag_defaults(), "it is a setting of the host cache; give --enable-hierarchical-cache"
+        defaults, reason = flag_defaults(), "it is a setting of the host cache; give --enable-hierarchical-cache"
         for field in HOST_CACHE_FLAGS:
             if _given(value := getattr(args, field), defaults[field]):
                 yield _named(field, value), reason

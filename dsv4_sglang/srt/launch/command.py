@@ -21,14 +21,14 @@ import yaml
 from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.model.v41 import V41Config
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import FLAG as OPT_IN_FLAG
-from dsv4_sglang.srt.integration.options import KEY as OPT_IN_KEY
-from dsv4_sglang.srt.integration.options import from_override_args, model_overrides, overrides_of
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import FLAG as OPT_IN_FLAG
+from dsv4_sglang.srt.launch.options import KEY as OPT_IN_KEY
+from dsv4_sglang.srt.launch.options import from_override_args, model_overrides, overrides_of
 
 CONFIG_FLAG = "--config"
 # Module that runs a server which Ctrl-C ends quietly while it starts.
-INTERRUPTIBLE = "dsv4_sglang.srt.integration.interruptible"
+INTERRUPTIBLE = "dsv4_sglang.srt.launch.interruptible"
 CPU_SHIM = Path(__file__).parents[1] / "cpu" / "cpu_shim"
 
 # SGLang sizes its pools by free GPU memory. On a CPU it would take most of the machine's memory, so these are small

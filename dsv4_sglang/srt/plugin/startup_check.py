@@ -7,8 +7,11 @@ from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
-from dsv4_sglang.srt.integration import compat, sglang_contract, start_progress
-from dsv4_sglang.srt.integration.launch_error import ending_with_the_reason
+from dsv4_sglang.srt.launch.error import ending_with_the_reason
+from dsv4_sglang.srt.plugin import sglang_contract, start_progress
+from dsv4_sglang.srt.plugin.overrides import OVERRIDES
+from dsv4_sglang.srt.sglang import release
+from dsv4_sglang.srt.sglang.flags import current_flags
 
 
 @ending_with_the_reason()
@@ -19,7 +22,7 @@ def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
     """
     from sglang.srt.runtime_context import get_parallel
 
-    sglang_contract.require(sglang_contract.override_differences())
+    sglang_contract.require(sglang_contract.override_differences(OVERRIDES))
     with start_progress.logged() if get_parallel().tp_rank == 0 else nullcontext():
         original(scheduler)
 
@@ -35,7 +38,7 @@ def check_started(scheduler: Any) -> None:
         if type(item) is not wanted
     ]
     if wrong:
-        raise RuntimeError("dsv4_sglang cannot serve: " + compat.version_note() + ".\n" + "\n".join(wrong))
+        raise RuntimeError("dsv4_sglang cannot serve: " + release.version_note() + ".\n" + "\n".join(wrong))
 
 
 # Description, object and expected class.
@@ -64,7 +67,7 @@ def _prefix_cache(scheduler: Any) -> Expected:
     from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
     from dsv4_sglang.srt.prefix_cache.component import BlockComponent, SnapshotComponent
 
-    args, tree = compat.flags(scheduler.server_args), scheduler.tree_cache
+    args, tree = current_flags(scheduler.server_args), scheduler.tree_cache
     if args.disable_radix_cache:
         return
     components, host = getattr(tree, "components", {}), args.enable_hierarchical_cache

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
 
 # Sources of SGLang that declare its flags, relative to its package: as annotated fields, or by `add_argument`.
 DECLARATIONS = ("srt/server_args.py", "srt/arg_groups/fields/*.py")

@@ -1,7 +1,7 @@
 """Table of all functions of SGLang that this package changes, with the reasons.
 
-Nothing is applied without the opt-in, for which three hooks of `plugin` check. A server does not start if a target does
-not exist or has parameters that differ from those of the hook.
+Nothing is applied without the opt-in, for which three hooks of `entry_point` check. A server does not start if a target
+does not exist or has parameters that differ from those of the hook.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dsv4_sglang.srt.attention import prefill_graphs, speculation
+from dsv4_sglang.srt.attention import collectives, prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
-from dsv4_sglang.srt.features import collectives, disaggregation, integrity, sleep, weight_groups
-from dsv4_sglang.srt.integration import (
-    compat,
-    control_requests,
-    request_validation,
-    start_progress,
-    tokenizer_workers,
-)
-from dsv4_sglang.srt.integration.server_context import BACKEND, ServerContext
-from dsv4_sglang.srt.integration.sglang_contract import Hook
-from dsv4_sglang.srt.integration.startup_check import build_or_reject
+from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, sleep, weight_groups
+from dsv4_sglang.srt.plugin import request_validation, start_progress, tokenizer_workers
+from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
+from dsv4_sglang.srt.plugin.sglang_contract import Hook
+from dsv4_sglang.srt.plugin.startup_check import build_or_reject
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.sglang import targets
 
 SRT = "sglang.srt."
 _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -39,12 +34,12 @@ def keep_backend(original: Callable[..., Any], runner: Any, full_attn_backend: A
 
 
 def always_cache(self: Any, req: Any, result: Any, i: int) -> bool:
-    """REPLACE `compat.MAY_CACHE_FINISHED`: insert every finished request into the prefix cache."""
+    """REPLACE `targets.MAY_CACHE_FINISHED`: insert every finished request into the prefix cache."""
     return True
 
 
 def with_our_backend(original: Callable[..., Any], **arguments: Any) -> Any:
-    """AROUND `compat.DSPARK_BACKEND`: give DSPARK's draft model the backend of this package."""
+    """AROUND `targets.DSPARK_BACKEND`: give DSPARK's draft model the backend of this package."""
     return original(**{**arguments, "attention_backend_override": BACKEND})
 
 
@@ -73,7 +68,7 @@ ALWAYS: Table = {
         _DECODE_GRAPHS + "capture_one_shape": start_progress.note_graph,
     },
     "snapshots are taken at other lengths than in SGLang, into slots of the snapshot pool": {
-        compat.TRACK_REQUEST: snapshot_schedule.plan_request
+        targets.TRACK_REQUEST: snapshot_schedule.plan_request
     },
     "a decoding request keeps one rolling snapshot instead of two alternating slots": {
         SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs": snapshot_schedule.plan_decode
@@ -86,19 +81,19 @@ ALWAYS: Table = {
         SRT + "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": speculation.extend_backend,
     },
     "SGLang records that step in a CUDA graph for its own backends only": {
-        compat.CAPTURE_DRAFT_GRAPHS: speculation.capture_graphs
+        targets.CAPTURE_DRAFT_GRAPHS: speculation.capture_graphs
     },
     "snapshots of a verify step are complete after the draft model has processed the accepted tokens": {
-        compat.DRAFT_EXTEND: speculation.take_snapshots
+        targets.DRAFT_EXTEND: speculation.take_snapshots
     },
     "DSPARK's stages use the window rings of this cache; SGLang would select the backend of its own pool": {
-        compat.DSPARK_BACKEND: with_our_backend
+        targets.DSPARK_BACKEND: with_our_backend
     },
     "the context of DSPARK's stages is stored in the window rings, and completes the snapshots of a step": {
-        compat.WRITE_CONTEXT: speculation.write_context
+        targets.WRITE_CONTEXT: speculation.write_context
     },
     "a finished request is inserted up to its last snapshot; SGLang would insert a state with all drafts": {
-        compat.MAY_CACHE_FINISHED: always_cache
+        targets.MAY_CACHE_FINISHED: always_cache
     },
     "a finished save frees memory for waiting requests; SGLang lets them wait until a running one ends": {
         SRT + "managers.scheduler.Scheduler.get_new_batch_prefill": snapshot_schedule.note_running_batch
@@ -116,7 +111,7 @@ ALWAYS: Table = {
         SRT + "managers.tokenizer_manager.TokenizerManager.generate_request": request_validation.check_origin
     },
     "a message that the scheduler cannot decode, or a value out of bounds such as a token id, crashes it": {
-        compat.SEND_TO_SCHEDULER: request_validation.check_message
+        targets.SEND_TO_SCHEDULER: request_validation.check_message
     },
     "the scheduler ends the server if a control request raises an exception; here the exception is its answer": {
         SRT + "managers.scheduler.Scheduler.init_request_dispatcher": control_requests.guard_control_requests,
@@ -139,7 +134,7 @@ ALWAYS: Table = {
         SRT + "layers.dp_attention.dp_gather_replicate": collectives.gather_from_copy
     },
     "a draft model's prefill has one row per request, but SGLang exchanges one per requested log-probability": {
-        compat.LOGITS_OF_RANKS: collectives.logits_of_ranks
+        targets.LOGITS_OF_RANKS: collectives.logits_of_ranks
     },
     "a server that does not fit into memory ends with one line instead of SGLang's traceback": {
         SRT + "managers.scheduler.Scheduler.init_model_worker": build_or_reject
@@ -182,25 +177,25 @@ def _of_context(context: ServerContext) -> Table:
             SRT + "arg_groups.overrides.collect_model_override_declarations": context.declarations
         },
         "flags that SGLang derives from others are checked after it has resolved them": {
-            compat.FLAGS_RESOLVED: context.resolved
+            targets.FLAGS_RESOLVED: context.resolved
         },
         "window entries are part of the state of a request, not pages of a second pool": {
             SRT + "configs.model_config.is_hybrid_swa_model": context.is_hybrid_swa
         },
         "memory is first given to state slots of running requests and to snapshots, not divided by a fixed ratio": {
-            compat.CHOOSE_STATE_SLOTS: context.state_slots
+            targets.CHOOSE_STATE_SLOTS: context.state_slots
         },
         "the limit of running requests is given, and the slots were chosen for it": {
-            compat.SLOTS_OF_A_REQUEST: context.slots_of_request
+            targets.SLOTS_OF_A_REQUEST: context.slots_of_request
         },
         "the pool size depends on the bytes of a block, and must hold a request of the context length": {
             SRT + "model_executor.pool_configurator.create_memory_pool_configurator": context.pool_configurator
         },
         "requests use the state slots of this cache, including those that arrive at a decode server": {
-            compat.BUILD_REQUEST_POOL: context.request_pool,
-            compat.BUILD_DECODE_REQUEST_POOL: context.request_pool,
+            targets.BUILD_REQUEST_POOL: context.request_pool,
+            targets.BUILD_DECODE_REQUEST_POOL: context.request_pool,
         },
-        "token slots are addresses in the blocks of this cache": {compat.BUILD_KV_POOL: context.kv_pool},
+        "token slots are addresses in the blocks of this cache": {targets.BUILD_KV_POOL: context.kv_pool},
         "last call before a scheduler reports ready: check what was built, and watch loads from the host cache": {
             SRT + "managers.scheduler.Scheduler.get_init_info": context.started
         },
@@ -214,16 +209,16 @@ def _without_gpu(context: ServerContext) -> Table:
     """Return the hooks of a server on a CPU."""
     return {
         "SGLang requires a GPU here, because its own models of this kind have GPU kernels only": {
-            compat.VALIDATE_EXTRA_BUFFER: without_gpu.accept
+            targets.VALIDATE_EXTRA_BUFFER: without_gpu.accept
         },
         "SGLang rejects an FP8 KV cache without AMX, which only its own kernels need": {
-            compat.CONFIGURE_POOLS: context.pools_on_cpu
+            targets.CONFIGURE_POOLS: context.pools_on_cpu
         },
         "SGLang replicates KV heads until every process has one; here all processes share a single head": {
             SRT + "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp": without_gpu.keep_kv_heads
         },
         "SGLang requires a GPU here, although it has PyTorch code for DSPARK": {
-            compat.RESOLVE_DSPARK: speculation.resolve_dspark_on_cpu
+            targets.RESOLVE_DSPARK: speculation.resolve_dspark_on_cpu
         },
         "SGLang verifies sampled drafts with GPU kernels only, and the server would crash": {
             SRT + "speculative.dflash_utils.validate_dflash_request": speculation.validate_on_cpu

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_table import LIMITS
-from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.plugin.flag_table import LIMITS
+from dsv4_sglang.srt.sglang import release
+from dsv4_sglang.srt.sglang.flags import flag_defaults
 
 # Fields of SGLang's ServerArgs that this package reads, in addition to those of `flag_table.LIMITS`.
 FLAGS_READ = (
@@ -57,6 +58,22 @@ class Hook(NamedTuple):
         return HookType.AROUND if first == "original" else HookType.REPLACE
 
 
+class Override(NamedTuple):
+    """A private method of SGLang's class `base` that this package's class `ours` overrides.
+
+    Attributes:
+        base: qualified name of SGLang's class.
+        ours: qualified name of this package's class.
+        method: name of the method.
+        reason: why SGLang's method does not work with this cache.
+    """
+
+    base: str
+    ours: str
+    method: str
+    reason: str
+
+
 def hook_differences(hooks: Iterable[Hook]) -> list[str]:
     """Return a message for each hook whose target does not exist, or takes parameters that the hook does not."""
     found = []
@@ -71,10 +88,10 @@ def hook_differences(hooks: Iterable[Hook]) -> list[str]:
     return found
 
 
-def override_differences() -> list[str]:
+def override_differences(overrides: Iterable[Override]) -> list[str]:
     """Return a message for each overridden private method that SGLang's class lacks or calls with other parameters."""
     found = []
-    for override in compat.OVERRIDES:
+    for override in overrides:
         base, ours = pkgutil.resolve_name(override.base), pkgutil.resolve_name(override.ours)
         theirs = getattr(base, override.method, None)
         if theirs is None:
@@ -86,14 +103,14 @@ def override_differences() -> list[str]:
 
 def flag_differences() -> list[str]:
     """Return a message for each field of SGLang's ServerArgs that this package reads and SGLang lacks."""
-    gone = sorted({*FLAGS_READ, *(limit.field for limit in LIMITS)} - compat.flag_defaults().keys())
+    gone = sorted({*FLAGS_READ, *(limit.field for limit in LIMITS)} - flag_defaults().keys())
     return [f"ServerArgs.{name}, which this cache reads, does not exist in this SGLang" for name in gone]
 
 
 def require(differences: Iterable[str]) -> None:
     """Raise LaunchError if there are differences."""
     if lines := [*differences]:
-        raise LaunchError(f"this package does not fit the installed release: {compat.version_note()}", *lines)
+        raise LaunchError(f"this package does not fit the installed release: {release.version_note()}", *lines)
 
 
 def _original(target: str) -> Callable[..., Any]:

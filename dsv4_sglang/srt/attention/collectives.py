@@ -34,7 +34,7 @@ def logits_of_ranks(
     *arguments: Any,
     **options: Any,
 ) -> Tensor:
-    """AROUND `compat.LOGITS_OF_RANKS`: compute the logits of a rank's rows [n, hidden], which all ranks do together.
+    """AROUND `targets.LOGITS_OF_RANKS`: compute the logits of a rank's rows [n, hidden], which all ranks do together.
 
     SGLang copies the agreed number of rows, past the end of a tensor that has fewer. Pad the tensor to that number.
     """

@@ -13,14 +13,15 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.attention import prefill_graphs
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.integration.flag_validation import reject_for_machine, reject_given, reject_resolved
-from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.startup_check import check_started
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.configurator import BlockConfigurator
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, demand_of, memory_after_slots, table
+from dsv4_sglang.srt.plugin.flag_validation import reject_for_machine, reject_given, reject_resolved
+from dsv4_sglang.srt.plugin.startup_check import check_started
+from dsv4_sglang.srt.sglang.flags import current_flags, flags_are_resolved, set_flags
+from dsv4_sglang.srt.sglang.models import model_config
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import CacheKVPool
@@ -54,8 +55,8 @@ class ServerContext:
     def begin(self, server_args: Any) -> None:
         """Check the flags when a model config is built. In a scheduler process this is the first time that they are
         available, already resolved."""
-        if compat.flags_are_resolved(server_args):
-            reject_resolved(compat.flags(server_args))
+        if flags_are_resolved(server_args):
+            reject_resolved(current_flags(server_args))
 
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
         """Check the flags, and add the settings of this cache to SGLang's declarations for the model.
@@ -68,15 +69,15 @@ class ServerContext:
         reject_given(server_args, hf_config, self.options)
         reject_for_machine(server_args)
         try:
-            compat.model_config(hf_config)
+            model_config(hf_config)
         except (KeyError, TypeError, ValueError) as error:
             raise LaunchError(f"config.json of {server_args.model_path}: {error.args[0]}") from None
         prefill_graphs.switch_on(server_args)
         # A decoding request takes a rolling snapshot at the end of every block.
-        compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
+        set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
         if not server_args.disable_radix_cache:
             # SGLang may have chosen a strategy before the page size was known.
-            compat.set_flags(server_args, mamba_radix_cache_strategy="extra_buffer")
+            set_flags(server_args, mamba_radix_cache_strategy="extra_buffer")
         ours = {"page_size": BLOCK, "attention_backend": BACKEND}
         # SGLang divides its memory between window pages and other pages. This cache has no window pages.
         declared = [
@@ -88,7 +89,7 @@ class ServerContext:
     def resolved(self, original: Callable[..., None], server_args: Any) -> None:
         """Check the resolved flags."""
         original(server_args)
-        args = compat.flags(server_args)
+        args = current_flags(server_args)
         reject_resolved(args)
         if args.device == "cpu" and args.speculative_algorithm is not None:
             log.warning(GREEDY_ON_CPU, args.speculative_algorithm)
@@ -103,12 +104,12 @@ class ServerContext:
     def layout_for(self, configurator: Any) -> CacheLayout:
         """Return the cache layout. The dtype of the entries is known only after the model is loaded."""
         if self.layout is None:
-            args = compat.flags(configurator.server_args)
+            args = current_flags(configurator.server_args)
             draft_layers = 0 if args.speculative_algorithm is None else 1
             if args.speculative_algorithm == "DSPARK":
                 # DSPARK has a stage for each layer of the served model that it reads.
                 draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
-            self.model = compat.model_config(configurator.model_config.hf_config)
+            self.model = model_config(configurator.model_config.hf_config)
             self.layout = served_layout(
                 self.model,
                 configurator.kv_cache_dtype,
@@ -137,7 +138,7 @@ class ServerContext:
             arriving=arriving,
             step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
             max_snapshots=self.options.max_snapshots,
-            max_total_tokens=compat.flags(configurator.server_args).max_total_tokens,
+            max_total_tokens=current_flags(configurator.server_args).max_total_tokens,
             prefix_cache=not get_memory().disable_radix_cache,
         )
         get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running + arriving)

@@ -12,13 +12,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dsv4_sglang import __version__
 
 if TYPE_CHECKING:
-    from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostSnapshots
-    from dsv4_sglang.srt.memory.copy_timer import CopyTimer
+    from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
     from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 log = logging.getLogger(__name__)
@@ -127,6 +126,30 @@ def _series(metrics: tuple[Metric, ...], rank: int) -> dict[tuple[str, str], Any
     return series
 
 
+class HostPool(Protocol):
+    """Counters of one pool of the host cache, which is above this package.
+
+    Attributes:
+        size: tokens or snapshots that the pool has room for.
+        page_size: tokens or snapshots of a row.
+        page_num: rows.
+        row_bytes: bytes of a row.
+        saved_rows: rows copied to the pool since the start.
+        loaded_rows: rows copied from it.
+    """
+
+    size: int
+    page_size: int
+    page_num: int
+    row_bytes: int
+    saved_rows: int
+    loaded_rows: int
+
+    @property
+    def held(self) -> int:
+        """Number of rows in use."""
+
+
 class CacheMetrics:
     """Metrics of one DP attention rank, written to the log and, with --enable-metrics, to /metrics."""
 
@@ -141,7 +164,7 @@ class CacheMetrics:
             host: The server has a host cache.
         """
         self._slots, self._silent = slots, silent
-        self._pools: tuple[HostBlocks, HostSnapshots] | None = None
+        self._pools: tuple[HostPool, HostPool] | None = None
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._logged_at, self._logged = time.monotonic(), 0.0
         self._series: dict[tuple[str, str], Any] = {}
@@ -151,7 +174,7 @@ class CacheMetrics:
         slots.timer.finished = partial(self.add, "snapshot_copy_seconds")
         slots.waits.finished = partial(self.add, "host_wait_seconds")
 
-    def attach(self, blocks: HostBlocks, snapshots: HostSnapshots, saves: CopyTimer, loads: CopyTimer) -> None:
+    def attach(self, blocks: HostPool, snapshots: HostPool, saves: CopyTimer, loads: CopyTimer) -> None:
         """Connect the pools of the host cache and the timers of its copies."""
         self._pools = blocks, snapshots
         saves.finished = partial(self.observe, "host_save_seconds")

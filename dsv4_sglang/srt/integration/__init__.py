@@ -1,1 +1,0 @@
-"""Plugin of SGLang: hooks, differences between releases, options and validation."""

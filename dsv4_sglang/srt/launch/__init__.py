@@ -1,0 +1,1 @@
+"""Launch of a server: options, command, environment, and the checks that need neither torch nor SGLang."""
