@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import server_forkserver
 from liveness import STUCK_SECONDS
-from server_harness import FP32, Server, greedy, prompt
+from server_harness import ATTEMPTS, FP32, Server, greedy, prompt
 
 from dsv4_sglang.srt.launch.command import Command, cpu_environment
 
@@ -214,18 +215,20 @@ def test_every_websocket(server: Server, right: list[int], path: str) -> None:
 def test_a_group_that_does_not_form(server: Server, right: list[int]) -> None:
     """The server answers requests while it waits for the other processes of a group, and the call gets an error."""
     nobody = server.port + 20
-    bodies = {
-        path: {**body, "master_address": "127.0.0.1", "master_port": nobody, "ports": str(nobody)}
-        for path, body in JOINS.items()
-    }
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = [pool.submit(ask, server, "POST", path, body) for path, body in bodies.items()]
-        while server.log_text().count(f"master_port={nobody}") < len(bodies):
-            assert not any(answer.done() for answer in answers), [answer.result() for answer in answers]
-        assert_serves(server, right, "the calls")
-        assert not any(answer.done() for answer in answers)
-        for status, text in (answer.result() for answer in answers):
-            assert status == 400 and f"at 127.0.0.1:{nobody} did not form in {LIMIT} s" in text, (status, text)
+    address = {"master_address": "127.0.0.1", "master_port": nobody, "ports": str(nobody)}
+    waited = False
+    for attempt in range(1, ATTEMPTS + 1):
+        with ThreadPoolExecutor(len(JOINS)) as pool:
+            answers = [pool.submit(ask, server, "POST", path, body | address) for path, body in JOINS.items()]
+            while server.log_text().count(f"master_port={nobody}") < attempt * len(JOINS):
+                time.sleep(0.05)
+            assert_serves(server, right, "the calls")
+            waited = not any(answer.done() for answer in answers)
+            for status, text in (answer.result() for answer in answers):
+                assert status == 400 and f"at 127.0.0.1:{nobody} did not form in {LIMIT} s" in text, (status, text)
+        if waited:  # a busy machine may answer only after the time limit
+            break
+    assert waited, "no request was answered while the server waited"
     assert_serves(server, right, "the errors")
 
 

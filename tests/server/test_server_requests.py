@@ -128,7 +128,9 @@ def usual(**fields: Any) -> dict[str, Any]:
 
 
 def with_parameter(name: str, value: Any) -> dict[str, Any]:
-    return usual(sampling_params={**GREEDY, name: value})
+    """Return a request with a sampling parameter. Near the end of the context, no request takes long."""
+    prompt = [5] * (CONTEXT - 20) if name == "max_new_tokens" else PROMPT
+    return usual(input_ids=prompt, sampling_params={**GREEDY, name: value})
 
 
 def ask(server: Server, body: Any, path: str = "/generate") -> tuple[int, str]:
@@ -164,7 +166,8 @@ def right(server: Server) -> list[int]:
 
 def batch_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the same request for two prompts, sampled and with log probabilities."""
-    body = {"return_logprob": True, "top_logprobs_num": 2, **body, "input_ids": [PROMPT, [8, 9]]}
+    ids = body["input_ids"]
+    body = {"return_logprob": True, "top_logprobs_num": 2, **body, "input_ids": [ids, ids[1:]]}
     return {**body, "sampling_params": {**body["sampling_params"], "temperature": 1}}
 
 
