@@ -59,11 +59,13 @@ def register() -> None:
     import faulty_cache
     import recorded_drafts
     import recorded_prefills
+    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
 
     # SGLang's adapter on a CPU releases no memory. The tests run everything else of sleep and wake-up.
-    _TorchMemorySaverAdapterNoop.enabled = True
+    if not torch.cuda.is_available():
+        _TorchMemorySaverAdapterNoop.enabled = True
 
     hooks = dict(faulty_cache.HOOKS)
     if (folder() / "drafts").exists():
