@@ -77,6 +77,8 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
 
 
 def test_top_shows_each_rank_and_the_sum(server: Server) -> None:
+    for rank in RANKS:
+        server.generate(prompt(20, seed=8), 1, **on_rank(rank))
     shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.output
     found = [server.metrics(rank=rank) for rank in RANKS]
