@@ -32,7 +32,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         cache: tree cache of the scheduler.
         requests: all requests that may hold memory: running, in a step, between chunks, or waiting.
     """
-    held_by, tables, allocator = list(requests), cache.req_to_token_pool, cache.token_to_kv_pool_allocator
+    holders, tables, allocator = list(requests), cache.req_to_token_pool, cache.token_to_kv_pool_allocator
     tree = AuditedTree(cache) if hasattr(cache, "tree_core") else None  # none with --disable-radix-cache
     blocks = PoolOwners("block", range(1, allocator.size // BLOCK + 1))
     rows = PoolOwners("request row", range(1, tables.req_to_token.shape[0]))
@@ -48,16 +48,16 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         snapshots.record_owner(FREE, "the free list", slots.free_slots())
         found.pools.append(snapshots)
 
-    for req in held_by:
-        name, held = f"request {req.rid}", req.kv
+    for req in holders:
+        name, kv_record = f"request {req.rid}", req.kv
         snapshots.record_owner(REQUESTS, name, [pending.slot for pending in RequestNote.of(req).pending or ()])
-        if held.mamba_pool_idx is not None:
-            live.record_owner(REQUESTS, name, [int(held.mamba_pool_idx)])
-        if held.req_pool_idx is None:
+        if kv_record.mamba_pool_idx is not None:
+            live.record_owner(REQUESTS, name, [int(kv_record.mamba_pool_idx)])
+        if kv_record.req_pool_idx is None:
             continue
-        rows.record_owner(REQUESTS, name, [int(held.req_pool_idx)])
-        table = (tables.req_to_token[held.req_pool_idx, : req.kv.kv_allocated_len : BLOCK] // BLOCK).tolist()
-        inserted = 0 if tree is None else held.cache_protected_len // BLOCK
+        rows.record_owner(REQUESTS, name, [int(kv_record.req_pool_idx)])
+        table = (tables.req_to_token[kv_record.req_pool_idx, : kv_record.kv_allocated_len : BLOCK] // BLOCK).tolist()
+        inserted = 0 if tree is None else kv_record.cache_protected_len // BLOCK
         blocks.record_owner(REQUESTS, name, table[inserted:])
         if tree is not None:
             tree.record_request(req, name, table[:inserted])

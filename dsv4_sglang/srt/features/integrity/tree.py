@@ -102,12 +102,12 @@ class AuditedTree:
         if not self.tiered:
             return Counter()
         cache = self.cache
-        held = [
+        locks = [
             *((loading.node_id, loading.host_lock_params) for loading in cache.ongoing_load_back.values()),
             *((prefetch.anchor_node_id, prefetch.anchor_lock_params) for prefetch in cache.ongoing_prefetch.values()),
             *cache.ongoing_backup.values(),
         ]
-        return Counter(node for node_id, lock in held for node in self._locked_on_host(node_id, lock))
+        return Counter(node for node_id, lock in locks for node in self._locked_on_host(node_id, lock))
 
     def _locked_on_host(self, node_id: int, lock: Any) -> Iterator[int]:
         """Yield the nodes of a host lock: the node that was locked, and if it was split since, the parts above it."""
