@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt import runtime_context
 
 from dsv4_sglang.attention.metadata import build_prefill, build_recorded, recorded_step
 from dsv4_sglang.attention.step_buffers import PrefillBuffers
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.srt.attention.prefill_graphs import SIZES
+from dsv4_sglang.srt.attention.prefill_graphs import SIZES, largest_graph
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
 STAGING = range(20, 40)
@@ -119,3 +122,15 @@ def test_recorded_metadata_equals_eager(found, data):
 def test_every_short_step_has_a_graph() -> None:
     """SGLang replays a graph for a step of at least half its tokens."""
     assert SIZES[0] == 2 and all(larger <= 2 * size for size, larger in pairwise(SIZES))
+
+
+@pytest.mark.parametrize(
+    "backend, sizes, tokens", [("breakable", [4, 64, 8], 64), ("breakable", None, None), ("disabled", [4], None)]
+)
+def test_largest_graph(
+    monkeypatch: pytest.MonkeyPatch, backend: str, sizes: list[int] | None, tokens: int | None
+) -> None:
+    config = SimpleNamespace(prefill=SimpleNamespace(backend=backend, bs=sizes))
+    graph = SimpleNamespace(cuda_graph_config=config)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
+    assert largest_graph() == tokens

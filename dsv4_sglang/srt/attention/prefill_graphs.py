@@ -51,7 +51,9 @@ def largest_graph() -> int | None:
     from sglang.srt.runtime_context import get_exec
 
     graphs = get_exec().graph.cuda_graph_config
-    return max(graphs.prefill.bs) if graphs is not None and graphs.prefill.backend == BACKEND else None
+    if graphs is None or graphs.prefill.backend != BACKEND or not graphs.prefill.bs:
+        return None
+    return max(graphs.prefill.bs)
 
 
 def add_within_graph(original: Callable[..., Any], adder: Any, req: Any, *arguments: Any, **named: Any) -> Any:
