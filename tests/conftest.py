@@ -13,9 +13,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
-import isolated
 import pytest
 import torch
+from support import isolated
 from tiers import FULL
 
 from benchmarks import ports

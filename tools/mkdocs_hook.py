@@ -1,8 +1,8 @@
 """Hook of mkdocs, which reads Markdown in another way than GitHub does.
 
 - A list or table after a paragraph needs an empty line before it, a nested list an indentation of 4.
-- The site contains docs/ only. Links to other files of the repository become their text; tests/test_docs.py checks
-  that these files exist.
+- The site contains docs/ only. Links to other files of the repository become their text;
+  tests/repository/test_docs.py checks that these files exist.
 """
 
 import os

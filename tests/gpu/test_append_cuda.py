@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import (
+from support.kernel_cases import (
     DEVICE,
     FORMATS,
     KINDS,

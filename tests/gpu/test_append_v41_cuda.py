@@ -1,13 +1,13 @@
 """`append_v41` and `append_v41_keys` on CUDA against the reference: every byte, including those that must not change.
 
-tests/test_v41.py compares the reference with DeepSeek's formulas. Tables start as random bytes.
+tests/model/test_v41.py compares the reference with DeepSeek's formulas. Tables start as random bytes.
 """
 
 import itertools
 
 import pytest
 import torch
-from kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, recorded, tokens_of
+from support.kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, recorded, tokens_of
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401

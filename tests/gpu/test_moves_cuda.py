@@ -5,7 +5,7 @@ import ctypes
 
 import pytest
 import torch
-from kernel_cases import DEVICE, ops, recorded, strided_copy
+from support.kernel_cases import DEVICE, ops, recorded, strided_copy
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu

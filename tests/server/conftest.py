@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from server_harness import CPU, Server, make_way, on_rank, one_core_each, running
-from server_plugin import plugged
+from support.server import CPU, Server, make_way, on_rank, one_core_each, running
+from support.server_plugin import plugged
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from liveness import POLL_SECONDS, Progress, has_ended, run, wait
+from support.liveness import POLL_SECONDS, Progress, has_ended, run, wait
 from typer.testing import CliRunner
 
 from benchmarks import ports

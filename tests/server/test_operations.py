@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from kv_mirror import Mirror
-from liveness import STUCK_SECONDS, Progress
 from rich.console import Console
-from server_harness import FP32, Server, prompt, running
 from sglang.srt.disaggregation.kv_events import KVEventBatch
+from support.kv_mirror import Mirror
+from support.liveness import STUCK_SECONDS, Progress
+from support.server import FP32, Server, prompt, running
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, client

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import Generated, Server, against_cold, assert_near, assert_same, greedy, prompt
+from support.server import Generated, Server, against_cold, assert_near, assert_same, greedy, prompt
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.model.config import DSV4Config
@@ -24,8 +24,8 @@ FLAGS = ("--dtype", "float32", "--context-length", "2048", "--kv-cache-dtype", "
 FLAGS += ("--max-total-tokens", "16384", "--max-running-requests", "16", "--chunked-prefill-size", "4096")
 # A different order of summation rounds some elements of an entry the other way, more of them in deeper layers. Rounding
 # all elements moves log p by 0.004 on average and by 0.02 at most; one wrong entry moves it by eight times that average
-# (tests/test_make_tiny.py checks both for this model). Two runs share most roundings, so the allowed average is half of
-# 0.004.
+# (tests/testing/test_make_tiny.py checks both for this model). Two runs share most roundings, so the allowed average is
+# half of 0.004.
 SAME, SAME_ON_AVERAGE = 0.02, 0.002
 
 

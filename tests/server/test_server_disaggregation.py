@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disaggregation_harness import Disaggregated, a_pair, by, long_timeouts, needs
-from faulty_cache import HOLDING
-from liveness import Progress
-from server_harness import (
+from support.disaggregation import Disaggregated, a_pair, by, long_timeouts, needs
+from support.faulty_cache import HOLDING
+from support.liveness import Progress
+from support.server import (
     DRAFTS,
     FP32,
     Server,
@@ -28,7 +28,7 @@ from server_harness import (
     prompt,
     running,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 
 from benchmarks import ports
 from benchmarks.reference.oracle import Oracle

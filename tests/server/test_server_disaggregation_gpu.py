@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from disaggregation_harness import Disaggregated, a_pair, by, needs
-from server_harness import DRAFTS, RETRACTABLE, Generated, assert_near, greedy, only, prompt
-from server_plugin import broken
+from support.disaggregation import Disaggregated, a_pair, by, needs
+from support.server import DRAFTS, RETRACTABLE, Generated, assert_near, greedy, only, prompt
+from support.server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 

@@ -6,7 +6,7 @@ Every rank has its own requests, blocks, state slots and prefix tree. Experts ar
 from __future__ import annotations
 
 import pytest
-from server_harness import (
+from support.server import (
     FP32,
     Server,
     assert_burst,

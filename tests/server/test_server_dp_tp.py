@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from server_harness import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
-from server_plugin import broken
+from support.server import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
+from support.server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 

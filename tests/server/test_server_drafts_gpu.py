@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from recorded_drafts import recorded
-from server_harness import DRAFTS, Server, greedy, prompt
-from server_plugin import broken
+from support.recorded_drafts import recorded
+from support.server import DRAFTS, Server, greedy, prompt
+from support.server_plugin import broken
 from torch import Tensor
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]

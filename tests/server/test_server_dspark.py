@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_drafts import recorded
-from server_harness import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
+from support.recorded_drafts import recorded
+from support.server import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
 
 from benchmarks.reference.dspark import DSpark
 from benchmarks.reference.oracle import Oracle

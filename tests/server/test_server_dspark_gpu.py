@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import (
+from support.server import (
     CHUNK,
     Server,
     assert_drafts_are_accepted,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from liveness import STUCK_SECONDS
-from server_harness import FP32, Server, prompt
+from support.liveness import STUCK_SECONDS
+from support.server import FP32, Server, prompt
 
 pytestmark = pytest.mark.server
 

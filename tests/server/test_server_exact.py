@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from server_harness import (
+from support.server import (
     FP32,
     HOST_CACHE,
     Server,
@@ -17,7 +17,7 @@ from server_harness import (
     distances,
     prompt,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import client

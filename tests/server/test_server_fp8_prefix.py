@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from server_harness import DRAFTS, Generated, Server, against_cold, assert_as_near_as_the_format, greedy, prompt
+from support.server import DRAFTS, Generated, Server, against_cold, assert_as_near_as_the_format, greedy, prompt
 
 from benchmarks.reference.oracle import Oracle
 
@@ -19,7 +19,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens",
 FLAGS += ("--chunked-prefill-size", "128", *DRAFTS)
 OPTIONS = {"snapshot_interval": 256}
 # Maximum mean |d log p|. Rounding all entries to FP8 moves log p by 0.05, one corrupted entry by at least 0.07
-# (tests/test_make_tiny.py).
+# (tests/testing/test_make_tiny.py).
 NOISE = 0.02
 
 

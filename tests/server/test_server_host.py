@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import ATTEMPTS, FP32, Generated, Server, assert_same, empty_device, prompt
-from server_plugin import broken
+from support.server import ATTEMPTS, FP32, Generated, Server, assert_same, empty_device, prompt
+from support.server_plugin import broken
 
 from benchmarks import prefix_trace
 

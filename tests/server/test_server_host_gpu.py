@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import DRAFTS, Generated, Server, assert_as_cold, prompt, running
+from support.server import DRAFTS, Generated, Server, assert_as_cold, prompt, running
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 

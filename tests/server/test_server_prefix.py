@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import (
+from support.server import (
     ATTEMPTS,
     FP32,
     Generated,
@@ -21,7 +21,7 @@ from server_harness import (
     live,
     prompt,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faulty_cache import LAUNCH_ERROR
-from liveness import POLL_SECONDS, Progress
 from safetensors.torch import load_file
-from server_harness import (
+from sglang.srt.utils.common import MultiprocessingSerializer
+from support.faulty_cache import LAUNCH_ERROR
+from support.liveness import POLL_SECONDS, Progress
+from support.server import (
     BROKEN_OFF,
     FP32,
     Generated,
@@ -29,8 +30,7 @@ from server_harness import (
     running,
     schedulers,
 )
-from server_plugin import broken
-from sglang.srt.utils.common import MultiprocessingSerializer
+from support.server_plugin import broken
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import DRAFTS, Server, assert_as_cold, prompt
+from support.server import DRAFTS, Server, assert_as_cold, prompt
 
 pytest.importorskip("torch_memory_saver")
 pytestmark = [pytest.mark.server, pytest.mark.gpu]

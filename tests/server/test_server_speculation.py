@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from recorded_drafts import recorded
-from server_harness import (
+from support.recorded_drafts import recorded
+from support.server import (
     DRAFTS,
     FP32,
     HOST_CACHE,
@@ -22,7 +22,7 @@ from server_harness import (
     assert_oracle_chooses,
     prompt,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 from transformers import DynamicCache
 
 from benchmarks.reference.nextn import NextN

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
-from faulty_cache import LAUNCH_ERROR
-from server_harness import (
+from support.faulty_cache import LAUNCH_ERROR
+from support.server import (
     BROKEN_OFF,
     FP32,
     HOST_CACHE,
@@ -21,7 +21,7 @@ from server_harness import (
     ends,
     prompt,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 from typer.testing import CliRunner, Result
 
 from benchmarks.lifecycle import Driver, Shape, Wrong

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import server_forkserver
-from liveness import run, wait
-from server_harness import launched
+from support import server_forkserver
+from support.liveness import run, wait
+from support.server import launched
 
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, Command, cpu_environment
 

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from liveness import Progress
-from server_harness import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
+from support.liveness import Progress
+from support.server import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
 
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
