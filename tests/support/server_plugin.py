@@ -57,13 +57,15 @@ def broken(folder: Path, kind: str) -> Iterator[None]:
 
 
 def register() -> None:
+    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.torch_memory_saver_adapter import _TorchMemorySaverAdapterNoop
 
     from support import cuda_layers, faulty_cache, recorded_drafts, recorded_prefills
 
     # SGLang's adapter on a CPU releases no memory. The tests run everything else of sleep and wake-up.
-    _TorchMemorySaverAdapterNoop.enabled = True
+    if not torch.cuda.is_available():
+        _TorchMemorySaverAdapterNoop.enabled = True
 
     hooks = dict(faulty_cache.HOOKS)
     if (folder() / "drafts").exists():
