@@ -38,6 +38,7 @@ def check(make: Callable[..., AttendCase], splits: int, q_dtype: torch.dtype = t
     assert_attends(attended(case, splits), case, BOUND[q_dtype])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kv_format", "q_dtype", "splits"),
     [
@@ -54,11 +55,13 @@ def test_attend(kv_format, q_dtype, splits):
     check(attend_case, splits, q_dtype, tokens=9, heads=5, width=72, kv_format=kv_format)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("q_dtype, splits", [(torch.bfloat16, 3), (torch.float32, 1)])
 def test_attend_of_v41(q_dtype, splits):
     check(v41_attend_case, splits, q_dtype, tokens=9, heads=5, width=72)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
 @pytest.mark.parametrize(
     "splits, shape",
@@ -213,6 +216,7 @@ def test_what_is_not_finite_stays_so(stored, at, value):
         assert not out[0].isfinite().all(-1).any() and out[1].isfinite().all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
 def test_selection_of_v41(ratio, heads, top, size, most, equal, monkeypatch):
@@ -325,6 +329,7 @@ def test_prefill_metadata(chunks, tokens):
         assert torch.equal(got.hca_indices[token, :seen], expected.hca_indices[token, :seen])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
 @pytest.mark.parametrize("ratio, at_once", [(0, None), (4, None), (128, None), (0, 7), (4, 7), (128, 7)])
 def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
@@ -355,6 +360,7 @@ def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
     assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 def test_schedule(tokens, parts, overhead):

@@ -32,7 +32,7 @@ from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.srt.models import triton_latent
 
-pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")
+pytestmark = [pytest.mark.full, pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")]
 
 # The shared memory per thread block on sm_80, sm_90 and sm_100, and on sm_86 and sm_89.
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}

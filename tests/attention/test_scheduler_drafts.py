@@ -26,7 +26,7 @@ from torch import Tensor
 from dsv4_sglang.srt.sglang.models import config_class
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
-pytestmark = pytest.mark.usefixtures("one_process")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_process")]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.srt.attention import backend
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
 
+pytestmark = pytest.mark.full
+
 
 def not_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HybridCacheBackend, "commit_snapshots", lambda backend: None)

@@ -14,6 +14,8 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from support.scheduler import Answer, Asked, Child, InProcess, child
 from support.speculation_judge import CONTEXT, FLAGS, Judge, hold_states, least_steps, prompt, serve
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, Answer]:

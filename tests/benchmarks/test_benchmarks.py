@@ -49,6 +49,8 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.launch.command import flag_value
 from dsv4_sglang.srt.memory import sizing
 
+pytestmark = pytest.mark.full
+
 FLASH = DSV4Config.flash()
 FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config.json"
 FIGURES = ROOT / "docs" / "benchmarks"

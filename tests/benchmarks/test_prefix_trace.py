@@ -19,6 +19,8 @@ from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
 from benchmarks.prefix_trace import live_tokens
 from benchmarks.replay import Client, Replay
 
+pytestmark = pytest.mark.full
+
 SMALL = TraceConfig(conversations=12, active=5, seed=3, tokens=(2_000, 9_000), turns=(4, 9), branching=0.3)
 
 

@@ -18,6 +18,8 @@ from benchmarks.agent_trace import TraceConfig
 from benchmarks.replay import TIERS, Answer
 from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
 
+pytestmark = pytest.mark.full
+
 TINY = TraceConfig(
     conversations=4, active=2, systems=(512, 1024), turns=(3, 5), tokens=(1_800, 3_000), generate=(4, 8), branching=0.3
 )

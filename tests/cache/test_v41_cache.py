@@ -338,6 +338,7 @@ def random_requests(seed: int, device: torch.device = CPU) -> None:
         play.check({r: min(chunks[draw(len(chunks))], room[r]) for r in some})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1])
 def test_chunks_and_single_tokens_equal_dense(seed, device):
     random_requests(seed, device)

@@ -673,6 +673,7 @@ for finding in doctor.sglang_contract(has_gpu()):
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_doctor_passes_here_and_sees_what_is_missing() -> None:
     """Both runs share one process, because SGLang takes long to import."""

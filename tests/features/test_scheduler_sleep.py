@@ -23,6 +23,8 @@ from support.speculation_judge import CONTEXT, TOLERANCE, Judge, hold_states, se
 
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
+pytestmark = pytest.mark.full
+
 
 class Spoiling:
     """Fake of SGLang's torch_memory_saver adapter, which does nothing on a CPU."""

@@ -120,6 +120,7 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
     server.check()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_hundred_thousand_operations_with_late_copies(

@@ -26,6 +26,7 @@ def library(nvcc, tmp_path_factory) -> Path:
     return extension.build(extension.RELEASE_ARCHS, tmp_path_factory.mktemp("build"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_is_compiled_once_for_all_architectures(library, monkeypatch):
     assert library.name.endswith("-sm80_sm89_sm90a_sm100a_sm120a.so")
@@ -34,6 +35,7 @@ def test_is_compiled_once_for_all_architectures(library, monkeypatch):
     assert extension.build(extension.RELEASE_ARCHS, library.parent) == library
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_takes_only_the_stable_abi_from_torch(library):
     """All torch symbols of the library are C functions of the stable ABI.

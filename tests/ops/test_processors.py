@@ -12,6 +12,8 @@ import pytest
 import torch
 from support.liveness import run
 
+pytestmark = pytest.mark.full
+
 LEVELS = ("default", "avx2", "avx512")
 NATIVE = torch.backends.cpu.get_cpu_capability().lower()
 # The fast tests of each kind: the oracle, the ops against transformers, and rounded rows.

@@ -270,6 +270,7 @@ def recipes() -> list[tuple[str, str, str]]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("gpus", "arguments", "command"), recipes(), ids=[gpus for gpus, *_ in recipes()])
 def test_recipe(gpus: str, arguments: str, command: str) -> None:
     lines = invoke(*shlex.split(arguments)).splitlines()
@@ -289,6 +290,7 @@ def test_every_figure_of_the_tables_has_a_recipe() -> None:
 SPLITS = re.findall(r"^\| `(--gpu .*)` \| ([\d,]+) \| ([\d,]+) \|$", PLANNING, re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("arguments", "here", "in_tree"), SPLITS, ids=[row[0] for row in SPLITS])
 def test_splits_on_the_page(arguments: str, here: str, in_tree: str) -> None:
     lines = invoke(*shlex.split(arguments)).splitlines()
@@ -496,6 +498,7 @@ def test_a_recommendation_for_more_gpus_than_a_host_has() -> None:
 # The command
 
 
+@pytest.mark.full
 def test_the_command_runs_without_noise(tmp_path: Path) -> None:
     """Run the command as a user does: the process imports SGLang, which logs nothing. A model is a folder or a file."""
     folder = tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())

@@ -415,6 +415,7 @@ def test_what_is_counted() -> None:
     assert "snapshots_evicted slots 2, " in str(metrics)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
     hits = 0
@@ -448,6 +449,7 @@ def hits_of_both_trees(blocks: int, snapshots: int) -> tuple[list[int], list[int
     return hits
 
 
+@pytest.mark.full
 def test_the_simulation_and_sglangs_tree_agree() -> None:
     small, real = hits_of_both_trees(blocks=2000, snapshots=1000)
     assert small == real

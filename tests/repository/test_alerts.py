@@ -11,6 +11,8 @@ import pytest
 
 from dsv4_sglang.srt.prefix_cache.metrics import HISTOGRAM, HOST_METRICS, METRICS
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 RULES, DASHBOARD = ROOT / "docker" / "alerts.yml", ROOT / "docker" / "grafana" / "dashboards" / "cache.json"
 PARTS = ("_bucket", "_sum", "_count")

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from tiers import FULL
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
@@ -202,12 +201,13 @@ def test_nothing_reaches_the_cache_without_a_server() -> None:
     assert naming == ["dsv4_sglang/testing/selftest.py"]
 
 
-def test_tests_that_are_left_out_exist() -> None:
-    """A misspelt name would deselect nothing."""
-    for name in FULL:
-        file, _, test = name.partition("::")
-        path = ROOT / "tests" / file
-        assert path.is_file() and (not test or f"def {test}(" in path.read_text()), name
+def test_make_test_serves_from_four_files() -> None:
+    """All other files of tests/server have the mark `full`, so that `make test` takes five minutes."""
+    files = (ROOT / "tests" / "server").glob("test_*.py")
+    marks = {file.name: re.search(r"^pytestmark = (\[.*?\]|.*?)$", file.read_text(), re.M | re.S)[1] for file in files}
+    assert all("mark.server" in mark for mark in marks.values())
+    fast = {name for name, mark in marks.items() if "mark.full" not in mark}
+    assert fast == {"test_server_exact.py", "test_server_fp8_prefix.py", "test_server_gpu.py", "test_server_tp.py"}
 
 
 def test_packages_import_in_the_order_of_the_architecture_page() -> None:

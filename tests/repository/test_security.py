@@ -9,6 +9,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dsv4_sglang"
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -21,7 +21,7 @@ from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.server import start, stop
 from dsv4_sglang.srt.launch.command import Command
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Other tests fork the scheduler (server_forkserver.py); this server finds the plugin through its entry point.

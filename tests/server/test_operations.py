@@ -30,7 +30,7 @@ from dsv4_sglang.cli.top import Page, frame
 from dsv4_sglang.srt.prefix_cache.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
 from tools.draw_dashboard import ask, panels, query
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}

@@ -15,7 +15,7 @@ from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, table
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40

@@ -34,7 +34,7 @@ from benchmarks import ports
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 OPTIONS = FP32

@@ -13,7 +13,7 @@ from support.server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
 # Up to 2,048 tokens the indexer selects all entries. Beyond that, noise swaps entries with nearly equal scores.
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700, 1900)

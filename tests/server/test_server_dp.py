@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 RANKS = (0, 1)

@@ -13,7 +13,7 @@ from support.server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}

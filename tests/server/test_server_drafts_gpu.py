@@ -17,7 +17,7 @@ from support.server import DRAFTS, Server, greedy, prompt
 from support.server_plugin import broken
 from torch import Tensor
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
 # Twelve prompts take 144 blocks; the device has 64. After a hit the last 12 tokens of each prompt are computed.
 LENGTH, CACHED, COUNT = 1420, 1408, 12

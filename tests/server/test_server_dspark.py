@@ -23,7 +23,7 @@ from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import planned_layout
 from dsv4_sglang.srt.launch.options import Options
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 CHUNK = 128
 MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64}

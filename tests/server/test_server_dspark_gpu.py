@@ -23,7 +23,7 @@ from support.server import (
 
 from benchmarks.reference.oracle import KVFormat, Oracle
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")

@@ -16,7 +16,7 @@ import pytest
 from support.liveness import STUCK_SECONDS
 from support.server import FP32, Server, prompt
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "4", "--max-total-tokens", "4096")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "1.5")

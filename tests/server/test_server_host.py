@@ -16,7 +16,7 @@ from support.server_plugin import broken
 
 from benchmarks import prefix_trace
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 2e-3
 BLOCK = 128

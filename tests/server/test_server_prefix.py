@@ -25,7 +25,7 @@ from support.server_plugin import broken
 
 from benchmarks.reference.oracle import Oracle
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 EXACT, TOLERANCE = 1e-4, 2e-3
 BLOCK = 128

@@ -25,7 +25,7 @@ from support.server import FP32, Server
 from benchmarks.lifecycle import SPARED
 from dsv4_sglang.srt.plugin.request_validation import SET_BY_SGLANG
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 CONTEXT, VOCABULARY = 2048, 384
 FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "16", "--enable-metrics")

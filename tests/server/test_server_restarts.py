@@ -36,7 +36,7 @@ from typer.testing import CliRunner
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--enable-metrics")

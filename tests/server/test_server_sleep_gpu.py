@@ -14,7 +14,7 @@ import torch
 from support.server import DRAFTS, Server, assert_as_cold, prompt
 
 pytest.importorskip("torch_memory_saver")
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--enable-memory-saver")

@@ -29,7 +29,7 @@ from benchmarks.reference.nextn import NextN
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")

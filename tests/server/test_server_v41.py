@@ -21,6 +21,7 @@ from dsv4_sglang.cli import client
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.full,
     pytest.mark.usefixtures("plugin"),
 ]
 

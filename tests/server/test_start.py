@@ -19,7 +19,7 @@ from support.server import launched
 
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, Command, cpu_environment
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 # Run in a new process, because installed hooks cannot be removed.
 INERT = """

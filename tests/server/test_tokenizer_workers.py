@@ -16,7 +16,7 @@ from support.server import FP32, Server, assert_oracle_chooses, ends, prompt, sc
 from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 VOCABULARY, WORKERS = 384, 2
 MODEL = {"seed": 0, "ratios": (0, 4), "heads": 64}

@@ -60,11 +60,23 @@ class IsolatedTest(pytest.Item):
 class IsolatedModule(pytest.File):
     def collect(self) -> Iterator[IsolatedTest]:
         statements = ast.parse(self.path.read_text()).body
+        of_module = [node.value for node in statements if _is_assignment(node, "pytestmark")]
         for node in statements:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 test = IsolatedTest.from_parent(self, name=node.name, line=node.lineno - 1)
                 test.add_marker("slow")
+                if _names_full([*of_module, *node.decorator_list]):
+                    test.add_marker("full")
                 yield test
+
+
+def _is_assignment(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]
+
+
+def _names_full(marks: list[ast.expr]) -> bool:
+    """Return True if one of the marks is `full`. It is the only mark that selects tests of these modules."""
+    return any(ast.unparse(node) == "pytest.mark.full" for mark in marks for node in ast.walk(mark))
 
 
 def module(path: Path, parent: pytest.Collector) -> IsolatedModule | None:

@@ -17,6 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("nextn"), TinySpec(nextn=True))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_drafts_are_right_some_of_the_time(folder: Path) -> None:
     oracle, block, tokenizer = Oracle(folder), NextN(folder), AutoTokenizer.from_pretrained(folder)

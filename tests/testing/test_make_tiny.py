@@ -23,6 +23,8 @@ from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, make_tiny
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
+pytestmark = pytest.mark.full
+
 VOCAB = TinySpec().vocab
 
 
