@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tests").rglob("*.md"))]
 SPEC = ROOT / "docs" / "design" / "cache_mathematics.md"
 
 NUMBER = r"\d+(?:\.\d+)?"
