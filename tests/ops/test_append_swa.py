@@ -1,4 +1,4 @@
-"""`append_swa`, which writes KV entries into the window rings, and the ops that copy blocks and state."""
+"""`append_swa`, which writes KV entries into the window rings."""
 
 import pytest
 import torch
@@ -110,62 +110,3 @@ def test_append_writes_the_positions_of_a_ring_for_drafts(device):
     expected = torch.full((3, 132), -1, dtype=torch.int32)
     expected[1, [130, 131, 0, 1, 2, 3, 4]] = torch.arange(length, length + count).int()
     assert torch.equal(positions.cpu(), expected) and head.tolist() == [0, 5, 0]
-
-
-# copy_state, swap_blocks
-
-
-def test_copy_state_rejects_a_slot_that_a_tensor_has_not_and_writes_nothing():
-    tensors = [torch.randn(2, 5, 3), torch.randn(2, 4, 3)]
-    before = [tensor.clone() for tensor in tensors]
-    rejected = torch.tensor([7], dtype=torch.int32)
-    src, dst = torch.tensor([0, 9, 1, 4], dtype=torch.int32), torch.tensor([2, -1, 4, 3], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"pair 2, slot 1 to slot 4, is out of range for tensors of 4 slots; nothing"):
-        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, rejected)
-    assert rejected.tolist() == [2]
-    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before))
-    torch.ops.dsv4_sglang.copy_state(src[:2], dst[:2], tensors, rejected)
-    assert rejected.tolist() == [-1]
-    assert all(torch.equal(tensor[:, 2], old[:, 0]) for tensor, old in zip(tensors, before))
-
-
-def test_copy_state_rejects_a_destination_of_two_pairs() -> None:
-    """A pair that is skipped (-1) has no destination."""
-    tensors, rejected = [torch.randn(2, 5, 3)], torch.tensor([7], dtype=torch.int32)
-    before = tensors[0].clone()
-    src, dst = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"pair 1, slot 1 to slot 3, has the same destination as another pair"):
-        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, rejected)
-    assert rejected.tolist() == [1] and torch.equal(tensors[0], before)
-    src[3] = -1
-    torch.ops.dsv4_sglang.copy_state(src, dst, tensors, rejected)
-    assert rejected.tolist() == [-1] and torch.equal(tensors[0][:, 3:], before[:, [1, 0]])
-
-
-def test_swap_blocks_round_trip_and_validation_before_any_move():
-    pools = [torch.randn(8, 5), torch.randn(8, 2, 3)]
-    host = torch.zeros(6, 4 * 11 + 3, dtype=torch.uint8)
-    before = [pool.clone() for pool in pools]
-    blocks, rows = torch.tensor([1, 2, 3, 7]), torch.tensor([4, 5, 0, 2])
-    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, True, [27, 3])
-    assert torch.equal(host[rows][:, 27:], pools[0][blocks].view(torch.uint8))
-    assert torch.equal(host[rows][:, 3:27], pools[1][blocks].flatten(1).view(torch.uint8))
-    assert not host[:, :3].any() and not host[[1, 3]].any()
-    for pool in pools:
-        pool.zero_()
-    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, False, [27, 3])
-    assert all(torch.equal(pool[blocks], old[blocks]) for pool, old in zip(pools, before))
-    kept = host.clone()
-    for bad_blocks, bad_rows, offsets, message in (
-        ([0, 8], [0, 1], [0, 20], "block 8"),
-        ([0, 1], [0, -1], [0, 20], "host row -1"),
-        ([0, 1], [0, 0], [0, 20], "twice"),
-        ([0, 1], [0], [0, 20], "2 blocks and 1 host rows"),
-        ([0], [0], [0, 24], r"bytes 24\.\.48 are not within host rows of 47 bytes"),
-        ([0], [0], [0], "1 offsets for 2 pools"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            torch.ops.dsv4_sglang.swap_blocks(
-                pools, host, torch.tensor(bad_blocks), torch.tensor(bad_rows), True, offsets
-            )
-    assert torch.equal(host, kept)

@@ -4,6 +4,7 @@ State is random bytes rather than the result of earlier steps. An op may only mo
 inputs, and every byte that it must not touch is compared too.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +53,13 @@ def recorded(call: Callable[[], Any], warm_up: bool = False) -> tuple[torch.cuda
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
+
+
+def printed(capfd: Any) -> str:
+    """Return what kernels printed into the buffer of C's stdout."""
+    torch.cuda.synchronize()
+    ctypes.CDLL(None).fflush(None)
+    return capfd.readouterr().out
 
 
 def bytes_like(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
