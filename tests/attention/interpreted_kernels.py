@@ -127,7 +127,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
-def test_attend_rejects_what_it_cannot_read(make):
+def test_attend_rejects_unsupported_tensors(make):
     for name, change, message in REJECTED[: -1 if make is v41_attend_case else None]:
         case = make(tokens=9, heads=5, width=72)
         setattr(case, name, change(getattr(case, name)))
@@ -144,7 +144,7 @@ def test_an_fp8_buffer_is_not_read_as_bf16():
         attended(case, 1)
 
 
-def test_selection_of_v41_rejects_what_it_cannot_read():
+def test_selection_of_v41_rejects_unsupported_tensors():
     changes = [
         ("q", lambda q: q[..., :64], "q is bfloat16"),
         ("weights", lambda w: w.long(), "weights is int64"),
@@ -162,7 +162,7 @@ def test_selection_of_v41_rejects_what_it_cannot_read():
 
 
 @pytest.mark.parametrize("op", [triton_output.inverse_rope, triton_output.inverse_rope_and_quantise])
-def test_inverse_rope_rejects_what_it_cannot_read(op):
+def test_inverse_rope_rejects_unsupported_tensors(op):
     out, positions = torch.randn(3, 5, 512), torch.tensor([0, 7, 300])
     for arguments, message in [
         ((_beside(out), positions, rope()), "out is .*without gaps from dimension 1"),
@@ -175,7 +175,7 @@ def test_inverse_rope_rejects_what_it_cannot_read(op):
             op(*arguments)
 
 
-def test_norm_and_quantise_rejects_what_it_cannot_read():
+def test_norm_and_quantise_rejects_unsupported_tensors():
     for x, weight in [
         (torch.randn(2, 130), torch.rand(130)),
         (_beside(torch.randn(2, 128)), torch.rand(128)),
@@ -188,7 +188,7 @@ def test_norm_and_quantise_rejects_what_it_cannot_read():
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("at", [3, 500], ids=["without RoPE", "with RoPE"])
 @pytest.mark.parametrize("stored", [*KVFormat, *V41KVFormat], ids=str)
-def test_what_is_not_finite_stays_so(stored, at, value):
+def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
     """One such number in an entry of any format reaches the output of the tokens that attend to the entry, and of no
     other token. FP4 alone saturates an infinity, which the norm before has made NaN."""
     if stored is V41KVFormat.FP4:

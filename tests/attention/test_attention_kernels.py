@@ -50,7 +50,7 @@ def chosen(device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFo
     "kv_format, prefill, decode", [(FP8, SPARSE, DECODE), (BF16, SPARSE, PORTABLE), (FP32, PORTABLE, PORTABLE)]
 )
 @pytest.mark.parametrize("capability", [(9, 0), (10, 3)])
-def test_flashmla_reads_what_it_takes(gpu: Gpu, capability, kv_format, prefill, decode, heads) -> None:
+def test_flashmla_is_chosen_for_supported_steps(gpu: Gpu, capability, kv_format, prefill, decode, heads) -> None:
     assert chosen(gpu(capability), heads, torch.bfloat16, kv_format) == (prefill, decode)
 
 
@@ -64,21 +64,19 @@ def test_flashmla_reads_what_it_takes(gpu: Gpu, capability, kv_format, prefill, 
         ((9, 0), True, 64, torch.float16),
     ],
 )
-def test_all_else_is_read_by_the_portable_kernel(gpu: Gpu, capability, installed, heads, dtype) -> None:
+def test_other_steps_take_the_triton_kernel(gpu: Gpu, capability, installed, heads, dtype) -> None:
     assert chosen(gpu(capability, installed), heads, dtype, FP8) == (PORTABLE, PORTABLE)
     assert chosen(torch.device("cpu"), heads, dtype, FP8) == (PORTABLE, PORTABLE)
 
 
 @pytest.mark.parametrize("limit", ["MAX_GATHERED", "MAX_GATHERED_PER_TOKEN"])
-def test_a_prefill_with_much_context_reads_the_tables_where_they_are(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, limit
-) -> None:
+def test_prefill_with_long_context_reads_the_tables(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, limit) -> None:
     monkeypatch.setattr(sparse_prefill, limit, 1)
     assert chosen(gpu((9, 0)), 64, torch.bfloat16, FP8)[0] == DECODE
 
 
 @pytest.mark.parametrize("heads, padded", [(1, 64), (64, 64), (65, 128), (128, 128)])
-def test_heads_are_padded_to_what_flashmla_takes(heads: int, padded: int) -> None:
+def test_heads_are_padded_for_flashmla(heads: int, padded: int) -> None:
     q, inputs = attend_case(tokens=2, heads=heads, width=None).inputs()
     more_q, more = flashmla.pad_heads(q, inputs)
     assert FlashMLAAttention().query_heads(heads) == padded

@@ -145,7 +145,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_a_snapshot_of_a_prefill_step_is_copied_once(monkeypatch: pytest.MonkeyPatch, graph: bool) -> None:
+def test_prefill_snapshot_is_copied_once(monkeypatch: pytest.MonkeyPatch, graph: bool) -> None:
     """The second request's snapshot is freed after the step, as that of a duplicate prompt, and the decode step that
     follows stores the first request's state there."""
     steps = Steps(monkeypatch)
@@ -156,7 +156,7 @@ def test_a_snapshot_of_a_prefill_step_is_copied_once(monkeypatch: pytest.MonkeyP
     assert torch.equal(steps.snapshot(3), steps.ring(1)), "another request's state"
 
 
-def test_rope_tables_reach_beyond_the_drafts_of_an_ended_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_tables_cover_drafts_of_ended_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(max_position_embeddings=CONTEXT)
     for drafts, positions in ((None, CONTEXT), (4, CONTEXT + 8)):
         monkeypatch.setattr(

@@ -102,7 +102,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_wrong_snapshot_shows(
+def test_wrong_snapshot_is_detected(
     judge: Judge, server: Child, texts: dict[int, Asked], fault: Callable[..., None]
 ) -> None:
     """All drafts are wrong, so the second round passes the boundary exactly. Wrong rows of the target model also change
@@ -133,7 +133,7 @@ def seeing_no_drafts(server: InProcess, asked: Asked, right: bool) -> Answer:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_snapshot_without_the_drafts_shows(server: Child, right: bool) -> None:
+def test_snapshot_without_drafts_is_detected(server: Child, right: bool) -> None:
     """A step that starts a block also closes a compression window in it and reads its entry."""
     asked = Asked(prompt(128), 6, space=f"snapshot {right}")
     answer = server.do(seeing_no_drafts, asked, right)

@@ -31,7 +31,7 @@ def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, A
     return dict(zip(texts, answers))
 
 
-def test_warm_branched_and_from_the_host(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
+def test_hits_branches_and_host_hits(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
     """Resume from a snapshot that a verify step wrote, on the device and then on the host only. Then run without it;
     the second request resumes after the first one's first chunk."""
     text = written[126].text

@@ -118,7 +118,7 @@ def test_decode(lengths: list[int], padding: int, ring_rows: int) -> None:
         check_decode(build(buffers, requests, lens, out_loc), tables, at, padding, ring_rows)
 
 
-def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
+def test_gather_keeps_ids_behind_a_length() -> None:
     """Ids behind a length and unused rows stay unchanged. Cases: padding, a length that fills the table, and one that
     ends with a block."""
     tables = Tables(3, torch.device("cpu"))
@@ -287,7 +287,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         assert step.track_slots[i] == (held[0] if held else -1)
 
 
-def test_a_prefill_beside_a_million_tokens_is_small() -> None:
+def test_prefill_metadata_does_not_grow_with_context() -> None:
     """No tensor of the step has a column per block of the longest request for each token."""
     tokens, length = 1000, 1 << 20
     prefix, chunk = torch.tensor([0, length - 1]), torch.tensor([tokens - 1, 1])

@@ -126,7 +126,7 @@ def test_in_tree_pages_are_those_of_its_pools() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 16, 256])
-def test_steady_loads_close_windows_at_the_rate_of_a_running_server(batch: int) -> None:
+def test_steady_loads_close_windows_as_servers_do(batch: int) -> None:
     drawn = loads.steady(batch, 4096)
     weight = sum(load.weight for load in drawn) * batch
     csa = sum(load.csa_due * load.weight for load in drawn) / weight
@@ -153,7 +153,7 @@ def test_ids_form_runs_of_exactly_their_length() -> None:
         assert all(sorted(side) == list(range(512)) for side in ids.tolist())
 
 
-def test_pieces_of_sglangs_pools_are_those_of_our_blocks() -> None:
+def test_sglangs_pools_have_pieces_of_equal_blocks() -> None:
     bench = move.Bench(report.parser("x").parse_args([]))
     pieces = move_in_tree.pieces_of(bench.block_bytes)
     assert pieces == {32 * 584: 21, 32 * 72: 21, 592: 20}
@@ -172,7 +172,7 @@ def test_statistics() -> None:
     assert timing.floor_us(8e6, 43, copy_gbs=4000, launch_us=0.5) == pytest.approx(21.5)
 
 
-def test_a_killed_run_has_its_rows_and_is_done_again(tmp_path: Path) -> None:
+def test_killed_run_keeps_rows_and_is_repeated(tmp_path: Path) -> None:
     """A result file of a run that was killed after its first row keeps the row. `--resume` repeats the part."""
     given = arguments(tmp_path)
 
@@ -223,7 +223,7 @@ def test_dry_run_of_full_trees(tmp_path: Path) -> None:
     assert all(0 < row["p50 ms"] <= row["p95 ms"] <= row["max ms"] for row in made["rows"])
 
 
-def test_a_pool_is_filled_with_more_conversations_than_it_holds() -> None:
+def test_conversations_overfill_the_pool() -> None:
     sent: list[list[list[int]]] = []
     server = types.SimpleNamespace(generate=lambda batch, tokens: sent.append(batch))
     bench = object.__new__(full_pool.Bench)  # without a model
@@ -233,7 +233,7 @@ def test_a_pool_is_filled_with_more_conversations_than_it_holds() -> None:
     assert len(set(prompts)) == len(prompts) == 111 and {len(prompt) for prompt in prompts} == {full_pool.FILL}
 
 
-def test_figures_of_the_pages_are_those_of_the_results(tmp_path: Path) -> None:
+def test_page_figures_equal_the_results(tmp_path: Path) -> None:
     """matplotlib writes each text of a figure as a comment. The values above the bars are among them."""
     pytest.importorskip("matplotlib")
     from benchmarks import plots
@@ -343,7 +343,7 @@ def test_flags_of_the_served_configurations() -> None:
         ("--dry-run --tp 2", "--dry-run has one process"),
     ],
 )
-def test_what_does_not_fit_together_is_rejected(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conflicting_options_are_rejected(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve_arguments(*given.split())
     assert said in capsys.readouterr().err
@@ -399,7 +399,7 @@ sglang:gen_throughput{engine_type="unified"} 3.0
     assert servers.host_copies("") == {"saved_bytes": 4_500_500, "tokens": 896, "load_seconds": 0.25}
 
 
-def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:
+def test_retraction_cost_counts_from_free_room() -> None:
     times = [10.0, 10.1, 10.2, 13.0, 13.1, 13.2, 13.5, 13.6]
     step, rows = retract.resumed(times, [0, 0, 0, 1, 1, 1, 2, 2], took_room_until=12.9)
     assert step == pytest.approx(100)
@@ -538,7 +538,7 @@ def test_steps_of_a_trace(launches: bool, tmp_path: Path) -> None:
     assert (summary.kernel_us, summary.busy_us, summary.idle_us) == (125, 100, 20)
 
 
-def test_a_prefill_is_all_kernels_before_the_first_decode_step(tmp_path: Path) -> None:
+def test_prefill_ends_at_the_first_decode_step(tmp_path: Path) -> None:
     launch = [event("cuda_runtime", "cudaLaunchKernel", at, 1, correlation=at) for at in (1, 2, 50)]
     kernels = [
         event("kernel", "k", at, us, stream=7, correlation=c) for at, us, c in ((5, 20, 1), (40, 30, 2), (80, 9, 50))
@@ -550,7 +550,7 @@ def test_a_prefill_is_all_kernels_before_the_first_decode_step(tmp_path: Path) -
     assert summary.kernels == {"k": [2, 50]}  # the second was launched before the interval and runs beyond it
 
 
-def test_a_profile_waits_for_all_requests_and_reads_the_first_ranks_trace(tmp_path: Path) -> None:
+def test_profile_waits_for_requests_and_reads_rank_0(tmp_path: Path) -> None:
     trace = written(tmp_path / "t.json.gz", decode_trace())
     server = servers.Server("fake", [sys.executable, "-c", FAKE, str(trace)], {}, tmp_path / "fake.log")
     with servers.running(server, LONG):
@@ -579,7 +579,7 @@ def test_distances_to_the_oracle() -> None:
     assert (line["tokens"], line["seeds"], line["mean"], line["max"]) == (6, 2, pytest.approx(0.6), 1.0)
 
 
-def test_a_time_limit_stops_the_servers_and_keeps_the_rows(tmp_path: Path) -> None:
+def test_time_limit_stops_servers_and_keeps_rows(tmp_path: Path) -> None:
     program = f"""
 import signal, sys
 from pathlib import Path
@@ -624,5 +624,5 @@ def test_prompts_and_answers_fit_the_context() -> None:
     ("warm", "worst", "tolerance", "far"),
     [(0.1, 0.2, None, False), (0.2, 0.2, None, True), (0.1, 0.2, 0.1, True), (float("nan"), 0.0, None, True)],
 )
-def test_how_far_a_warm_answer_may_be(warm: float, worst: float, tolerance: float | None, far: bool) -> None:
+def test_tolerance_of_warm_answers(warm: float, worst: float, tolerance: float | None, far: bool) -> None:
     assert too_far(Distance(128, warm, worst, cold=0.0), noise=0.04, tolerance=tolerance) == far

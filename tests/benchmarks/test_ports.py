@@ -45,7 +45,7 @@ def test_ports_are_of_one_process_until_it_ends(only_ports: int) -> None:
 
 
 @pytest.mark.parametrize("offset", ports.USED)
-def test_ports_that_somebody_uses_are_not_given(only_ports: int, offset: int) -> None:
+def test_used_ports_are_not_reserved(only_ports: int, offset: int) -> None:
     used = socket.create_server(("127.0.0.1", only_ports + offset))
     with used, pytest.raises(OSError, match="no ports are left"), ports.reserved():
         pass

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 SMALL = TraceConfig(conversations=12, active=5, seed=3, tokens=(2_000, 9_000), turns=(4, 9), branching=0.3)
 
 
-def test_a_turn_never_comes_before_its_base_and_keeps_within_it() -> None:
+def test_turns_follow_and_stay_within_their_base() -> None:
     ends: dict[tuple[int, int], int] = {}
     turns = list(trace(SMALL))
     for turn in turns:
@@ -37,7 +37,7 @@ def test_a_turn_never_comes_before_its_base_and_keeps_within_it() -> None:
     assert any(turn.base >= 0 and turn.cut < ends[turn.conversation, turn.base] for turn in turns), "no branch"
 
 
-def test_a_trace_from_the_middle_needs_nothing_before_it() -> None:
+def test_trace_can_start_in_the_middle() -> None:
     config = replace(SMALL, midway=True)
     turns = list(trace(config))
     ends: dict[tuple[int, int], int] = {}
@@ -51,7 +51,7 @@ def test_a_trace_from_the_middle_needs_nothing_before_it() -> None:
     assert live_tokens(turns[: config.active], config.active) > 0
 
 
-def test_ideal_counts_what_earlier_turns_left() -> None:
+def test_ideal_hits_count_earlier_turns() -> None:
     ideal = Ideal()
     assert ideal.hit(Turn(0, 0, 1, -1, 1000, 50, 10)) == 0
     assert ideal.hit(Turn(1, 0, 1, -1, 1000, 50, 10)) == 1000, "the system prompt is known by now"
@@ -159,7 +159,7 @@ def conversations(server: FakeServer, device_tokens: int = 0) -> turns.Conversat
     return turns.Conversations(_client(server), fresh, device_tokens, rounds=2, deadline=math.inf)
 
 
-def test_turns_find_the_prefix_and_nothing_more(server: FakeServer) -> None:
+def test_turns_hit_exactly_the_prefix(server: FakeServer) -> None:
     """Eight conversations of 544 tokens run five rounds. Then four of them continue with more new tokens per turn."""
     held, asked, generate = conversations(server), server.asked, server.generate
     row = held.measure(turns.Load.parse("600+20x8"))
@@ -187,7 +187,7 @@ def test_other_conversations_fill_the_device_before_each_round(server: FakeServe
 
 
 @pytest.mark.parametrize("load", ["20000", "20000+x1", "200+20x1", "20000+0x1", "20000+20x0", "20000+20x1.5"])
-def test_loads_that_are_none_are_rejected(load: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_loads_are_rejected(load: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         turns.main(["--loads", load, "--out", "rows"])
     assert f"load {load}: expected TOKENS+NEWxCOUNT with at least 288+1x1" in capsys.readouterr().err

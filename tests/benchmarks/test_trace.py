@@ -57,7 +57,7 @@ def test_an_unbounded_cache_finds_the_longest_common_prefix() -> None:
     assert any(hit % HASH_BLOCK for hit in expected), "no partial block was hit"
 
 
-def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+def test_last_prompt_token_is_always_computed() -> None:
     assert perfect_hits([one(1, 2), one(1, 2), one(1, tokens=300)]) == [0, 1023, 299]
 
 
@@ -78,7 +78,7 @@ def _best(requests: list[Request], room: int, number: int = 0, held: frozenset[i
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_bounded_perfect_cache_is_the_best_of_all(seed: int) -> None:
+def test_bounded_perfect_cache_equals_exhaustive_search(seed: int) -> None:
     rng = random.Random(seed)
     paths = [(1, 2), (1, 3), (4,), (1, 2, 5)]
     # Each prompt ends with a unique id, because its last token is always computed.
@@ -88,7 +88,7 @@ def test_a_bounded_perfect_cache_is_the_best_of_all(seed: int) -> None:
     assert perfect_hits(requests, 10**6) == perfect_hits(requests)
 
 
-def test_what_another_request_computes_is_known_at_its_first_token() -> None:
+def test_computed_tokens_count_after_the_first_token() -> None:
     same = [one(1, 2, number) for number in (10, 11, 12)]
     assert perfect_hits(same) == [0, 1024, 1024]
     assert computed_hits(same, begins=[0.0, 0.5, 1.0], computed=[1.0, 1.5, 2.0]) == [0, 0, 1024]
@@ -97,14 +97,14 @@ def test_what_another_request_computes_is_known_at_its_first_token() -> None:
 @pytest.mark.parametrize(
     "text", ["{}", "[]", '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "nothing"]
 )
-def test_a_line_that_is_no_request_is_named(text: str, tmp_path: Path) -> None:
+def test_malformed_line_is_named(text: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n' + text + "\n")
     with pytest.raises(ValueError, match=r"trace.jsonl, line 2: .*expected timestamp"):
         load(file)
 
 
-def test_agents_hit_what_agents_hit(tmp_path: Path) -> None:
+def test_agent_trace_has_the_hit_rate_of_agentx(tmp_path: Path) -> None:
     """The hit rate is AgentX's, 96.8 %, and the same seed gives the same file."""
     file = written(tmp_path / "agents.jsonl", agent_trace.agents(8, 16, seed=1))
     made = load(file)
@@ -147,7 +147,7 @@ def test_a_session_waits_for_its_answers_and_pauses(loop: str) -> None:
         assert all(sum(a <= t < b for a, b in zip(starts, ends)) <= 2 for t in starts)
 
 
-def test_nothing_is_sent_after_the_deadline_and_errors_are_raised() -> None:
+def test_deadline_stops_requests_and_errors_are_raised() -> None:
     client = Told()
     assert trace.Replayer(client, 4_000, deadline=0.0).closed([one(1)], 2) == []  # type: ignore[arg-type]
     client.prepared = lambda *_: 1 // 0  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ def test_nothing_is_sent_after_the_deadline_and_errors_are_raised() -> None:
         trace.Replayer(client, 4_000).open([one(1), one(2, session=1)], 1.0)  # type: ignore[arg-type]
 
 
-def test_what_was_missed_is_told_by_cause() -> None:
+def test_misses_are_counted_by_cause() -> None:
     """Two concurrent requests share a new prefix. A third one misses 512 tokens for want of a snapshot."""
 
     def done(begin: float, cached: int) -> trace.Done:

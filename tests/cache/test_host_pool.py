@@ -87,7 +87,7 @@ def test_round_trip(device: torch.device, options: dict[str, str]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(all_bytes(pools), before))
 
 
-def test_a_layer_comes_back_alone(device: torch.device) -> None:
+def test_one_layer_is_restored_alone(device: torch.device) -> None:
     pools = make_pools(device)
     host = HostBlockPool(pools, 2)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -115,7 +115,7 @@ def test_a_layer_comes_back_alone(device: torch.device) -> None:
         ([0, 1], [0], "2 blocks and 1 host rows"),
     ],
 )
-def test_blocks_that_do_not_exist_are_not_copied(
+def test_missing_blocks_are_not_copied(
     to_host: bool, blocks: list[int], rows: list[int], message: str
 ) -> None:
     pools = make_pools(torch.device("cpu"))
@@ -127,7 +127,7 @@ def test_blocks_that_do_not_exist_are_not_copied(
 
 
 @pytest.mark.parametrize("number", [-1, 0, 5])
-def test_a_snapshot_that_does_not_exist_is_not_copied(number: int) -> None:
+def test_missing_snapshots_are_not_copied(number: int) -> None:
     """Four snapshots are numbered from 1. -1 would be one of them, counted from the end."""
     config = DSV4Config.flash()
     layout = CacheLayout.build(config, build_schedule(config)[:2], torch.device("cpu"))
@@ -137,7 +137,7 @@ def test_a_snapshot_that_does_not_exist_is_not_copied(number: int) -> None:
             copy(number, 0)
 
 
-def test_a_row_begins_with_whole_lines() -> None:
+def test_row_parts_are_contiguous_and_aligned() -> None:
     """For Flash with all layers, the parts are contiguous, and CSA's parts are aligned to 128 bytes."""
     config = DSV4Config.flash()
     schemas = [build_schema(config, spec) for spec in build_schedule(config)]
@@ -153,7 +153,7 @@ def test_a_row_begins_with_whole_lines() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 8, 300])
-def test_every_layer_comes_once(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+def test_each_layer_is_loaded_once(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     """The first layer is loaded alone. After it, each launch has enough layers for its minimum number of bytes."""
     host = HostBlockPool(make_pools(torch.device("cpu")) * 6, 1)
     monkeypatch.setattr(host_pool, "LOADED_TOGETHER", 3 * host.block_bytes)
@@ -164,7 +164,7 @@ def test_every_layer_comes_once(monkeypatch: pytest.MonkeyPatch, blocks: int) ->
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "fp32"])
-def test_snapshots_there_and_back(device: torch.device, kv_format: str) -> None:
+def test_snapshots_round_trip(device: torch.device, kv_format: str) -> None:
     """Every byte of a snapshot is copied via other rows, and no other snapshot changes."""
     config = DSV4Config.flash()
     layout = CacheLayout.build(config, build_schedule(config)[:5], device, kv_format=kv_format)
@@ -201,7 +201,7 @@ def test_cpu_lists_of_the_kernel() -> None:
     assert cpus_in("\n") == set()
 
 
-def test_a_thread_comes_back_to_its_cpus() -> None:
+def test_thread_is_moved_back_to_its_cpus() -> None:
     before = os.sched_getaffinity(0)
     with running_on({min(before)}):
         assert os.sched_getaffinity(0) == {min(before)}
@@ -210,7 +210,7 @@ def test_a_thread_comes_back_to_its_cpus() -> None:
         assert os.sched_getaffinity(0) == before
 
 
-def test_pages_are_whole_zero_and_shared_with_a_fork() -> None:
+def test_pages_are_zeroed_and_shared_with_forks() -> None:
     """The memory is a shared mapping, so a fork does not separate the GPU's pages from this process's pages."""
     pages = _pages(2 * mmap.PAGESIZE)
     assert pages.data_ptr() % mmap.PAGESIZE == 0 and pages.nbytes == 2 * mmap.PAGESIZE and not pages.any()
@@ -223,7 +223,7 @@ def test_pages_are_whole_zero_and_shared_with_a_fork() -> None:
         pytest.fail("the pages are not mapped")
 
 
-def test_more_memory_than_there_is_names_the_size() -> None:
+def test_excessive_size_is_named() -> None:
     with pytest.raises(
         RuntimeError, match=r"1125899906842624 bytes \(1048576.00 GiB\) of host memory .* fewer host blocks"
     ):
@@ -269,7 +269,7 @@ def test_memory_of_a_container(tmp_path: Path, cgroup: str, groups: dict[str, tu
 
 
 @pytest.mark.gpu
-def test_unpinned_with_the_pool_behind_its_copies() -> None:
+def test_memory_is_unpinned_after_its_copies() -> None:
     pools = make_pools(torch.device("cuda", 0))
     host = HostBlockPool(pools, BLOCKS)
     view = host.rows
@@ -284,7 +284,7 @@ def test_unpinned_with_the_pool_behind_its_copies() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_that_cannot_be_pinned_is_an_error_with_its_size() -> None:
+def test_failed_pinning_reports_the_size() -> None:
     """Pinning memory twice raises an error with the size. The next launch does not report this error again."""
     device = torch.device("cuda", 0)
     memory = HostMemory(5000, device)

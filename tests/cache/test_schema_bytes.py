@@ -89,7 +89,7 @@ def test_a_budget_is_what_the_cache_allocates(config: DSV4Config, formats: dict[
     assert sum(pool.memory_bytes() for pool in manager.state_pools) == 2 * budget["state_bytes"]
 
 
-def test_options_that_are_rejected() -> None:
+def test_unsupported_options_are_rejected() -> None:
     for name in ("max_context_len", "max_requests"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             compute_block_budget(FLASH, build_schedule(FLASH), **{"max_context_len": 1, "max_requests": 1, name: 0})
@@ -127,7 +127,7 @@ def test_bytes_with_speculation(
 
 
 @pytest.mark.parametrize("blocks", [7, 8])
-def test_rows_of_every_layer_start_at_multiples_of_16_bytes(blocks: int) -> None:
+def test_rows_of_layers_are_aligned_to_16_bytes(blocks: int) -> None:
     """FlashMLA requires 16-byte alignment. One flat HCA block with an odd number of 584 B rows would break it for all
     other layers."""
     tables = make_kv_buffers(3, 1, blocks, KVFormat.FP8, CPU)

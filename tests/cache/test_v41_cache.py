@@ -472,7 +472,7 @@ def newest_block_left_out(monkeypatch) -> None:
         (newest_block_left_out, r"layer 7 \(reindex\)", 0),
     ],
 )
-def test_a_fault_shows(fault, said, draft_tokens, monkeypatch):
+def test_injected_faults_are_detected(fault, said, draft_tokens, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=said):
         test_drafts_are_rolled_back(draft_tokens) if draft_tokens else random_requests(0)

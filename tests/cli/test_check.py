@@ -67,7 +67,7 @@ def check(url: str, prompts: int = 0) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_sound_cache() -> None:
+def test_intact_cache_passes() -> None:
     with serving([report()]) as (url, bodies):
         code, output = check(url)
         assert code == 0 and output.splitlines()[-1] == "the cache is sound" and not bodies

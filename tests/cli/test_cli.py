@@ -189,7 +189,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_gives_one_line_before_torch_is_imported(
+def test_unservable_model_gives_one_line_without_torch(
     without_torch: None, command: str, flags: tuple[str, str], said: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -284,7 +284,7 @@ def test_serve_checks_the_files_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("host", "reason"), [("192.0.2.1", "Cannot assign"), ("host..name", "not a host name")])
-def test_serve_with_a_host_that_is_not_this_machine(host: str, reason: str) -> None:
+def test_serve_rejects_a_remote_host(host: str, reason: str) -> None:
     result = CliRunner().invoke(app, ["serve", "--model-path", MODEL, "--host", host])
     assert result.exit_code == 2 and f"cannot listen on --host {host} --port 30000: {reason}" in result.output
 
@@ -315,7 +315,7 @@ runpy.run_module("dsv4_sglang", run_name="__main__")
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_a_package_that_is_not_installed_is_named_in_one_line(absent: str, words: list[str], tmp_path: Path) -> None:
+def test_missing_package_is_named_in_one_line(absent: str, words: list[str], tmp_path: Path) -> None:
     done = run([sys.executable, "-c", WITHOUT, absent, *(word.format(folder=tmp_path) for word in words)])
     assert done.returncode in (1, 2) and done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -325,7 +325,7 @@ def test_a_package_that_is_not_installed_is_named_in_one_line(absent: str, words
     assert all(f'"{name}' in line for name in names)
 
 
-def test_doctor_lists_all_that_is_missing() -> None:
+def test_doctor_lists_all_missing_packages() -> None:
     done = run([sys.executable, "-c", WITHOUT, "torch,sglang,triton", "doctor"])
     assert done.returncode == 1 and done.stderr == ""
     missing = [line for line in done.stdout.splitlines() if line.startswith("fail")]
@@ -382,7 +382,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_while_a_server_starts_prints_no_traceback(stand_in: None, start) -> None:
+def test_ctrl_c_during_start_prints_no_traceback(stand_in: None, start) -> None:
     """A terminal sends SIGINT to the server and its subprocesses. Python would print a traceback in each."""
     folder = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
     (folder / "sglang" / "launch_server.py").write_text(STARTING)
@@ -411,7 +411,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_ctrl_c_before_the_server_runs_is_not_lost(stand_in: None) -> None:
+def test_early_ctrl_c_is_not_lost(stand_in: None) -> None:
     """The signal comes after Python's last instruction of `serve`, and waits for the server."""
     script = """
 import os, signal, sys
@@ -479,7 +479,7 @@ def test_demo_fails_clearly(start, flag: str, said: str) -> None:
         ("--host=192.0.2.1", "Cannot assign requested address"),
     ],
 )
-def test_demo_starts_nothing_that_it_could_not_reach(flag: str, said: str) -> None:
+def test_demo_rejects_unreachable_servers(flag: str, said: str) -> None:
     result = CliRunner().invoke(app, ["demo", "--model-path", MODEL, flag])
     assert result.exit_code == 1
     assert "no conversation: " in result.output
@@ -529,7 +529,7 @@ def test_ports_that_are_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) 
         demo.free_port()
 
 
-def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> None:
+def test_wrong_keys_and_certificates_are_rejected(stand_in: None) -> None:
     """Without the key or the right certificate a client fails, so the test above is meaningful."""
     port = ("--port", str(demo.free_port()))
     with running(server_command("m", [*port, *KEYS, *TLS], cpu=True)) as process:
@@ -559,7 +559,7 @@ def test_stopping_ends_the_whole_group() -> None:
     assert has_ended(left) and process.returncode == -signal.SIGTERM
 
 
-def test_demo_waits_no_longer_than_it_is_told(stand_in: None, start) -> None:
+def test_demo_stops_at_its_time_limit(stand_in: None, start) -> None:
     folder = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
     (folder / "sglang" / "launch_server.py").write_text("import time; time.sleep(1000)")
     process = start("demo", "--model-path", MODEL, "--device", "cpu", "--timeout", "1")
@@ -567,7 +567,7 @@ def test_demo_waits_no_longer_than_it_is_told(stand_in: None, start) -> None:
     assert process.returncode == 1 and re.search(r"no conversation: no server answered at \S+ within 1 s", output)
 
 
-def test_flags_of_the_user_follow_those_of_the_conversation() -> None:
+def test_user_flags_follow_demo_flags() -> None:
     words = ["serve", "--model-path", MODEL, "--device", "cpu", "--print", "--ask", "x", "--decode-log-interval", "1"]
     printed = shlex.split(CliRunner().invoke(app, words).output)
     given = [i for i, word in enumerate(printed) if word == "--decode-log-interval"]
@@ -675,7 +675,7 @@ for finding in doctor.sglang_contract(has_gpu()):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_doctor_passes_here_and_sees_what_is_missing() -> None:
+def test_doctor_passes_and_detects_missing_parts() -> None:
     """Both runs share one process, because SGLang takes long to import."""
     done = run([sys.executable, "-c", DOCTOR_AND_BREAK_THINGS])
     whole, code, broken = done.stdout.partition("exit code 0\n")

@@ -55,7 +55,7 @@ def page_at(seconds: float, hits: float, before: Page | None = None) -> Page:
     return Page(seconds, {("hits", "0", ""): hits, ("hits", "0", "host"): 1.0, ("hits", "1", ""): 7.0}, before)
 
 
-def test_changes_and_rates_are_those_since_the_last_frame() -> None:
+def test_rates_cover_the_last_frame() -> None:
     first = page_at(10.0, 5.0)
     assert (first.change("hits", "0"), first.rate("hits", "0")) == (6.0, None)
     second = page_at(14.0, 13.0, first)
@@ -121,7 +121,7 @@ def assert_fails_with_one_line(url: str, words: str, *command: str) -> None:
     assert words in shown.stderr and len(shown.stderr.splitlines()) == 1, shown.stderr
 
 
-def test_a_check_waits_for_an_audit_after_its_call() -> None:
+def test_check_waits_for_a_later_audit() -> None:
     """The server repeats old reports until the next audit is due. Every process must have a new one."""
 
     def page(*ages: float) -> str:

@@ -130,7 +130,7 @@ def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("name", FORMATS)
-def test_blocks_and_slot_travel(name: str) -> None:
+def test_blocks_and_slot_are_transferred(name: str) -> None:
     """The target pools have other sizes, and all other blocks and slots keep their bytes."""
     layout = make_layout(name)
     prefill, decode = make_pool(layout, 9, 3), make_pool(layout, 6, 7, snapshots=0)
@@ -145,7 +145,7 @@ def test_blocks_and_slot_travel(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_buffers_are_what_the_layout_says(name: str) -> None:
+def test_buffers_equal_the_layout(name: str) -> None:
     """The bytes of a block and of a slot equal the layout's. Each buffer is in one allocation, and no two overlap."""
     layout = make_layout(name)
     pool = make_pool(layout, 5, 3)
@@ -181,7 +181,7 @@ def test_sglang_takes_a_layers_buffers_one_by_one() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 128, 300])
-def test_a_retracted_request_comes_back(name: str, tokens: int) -> None:
+def test_retracted_request_is_restored(name: str, tokens: int) -> None:
     """A request is restored to other blocks and another slot after its own were overwritten, with the same bytes."""
     pool = make_pool(make_layout(name), 9, 3)
     scribble(pool, 1)
@@ -239,7 +239,7 @@ def prefill_server() -> Iterator[tuple[str, zmq.Socket[bytes]]]:
             thread.join()
 
 
-def test_a_prefill_server_is_told_for_as_long_as_a_request_may_wait_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_abort_is_sent_until_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may arrive at the prefill server after its end here, and that server may be unreachable for a while."""
     now = 1000.0
     monkeypatch.setattr(disaggregation, "time", SimpleNamespace(monotonic=lambda: now))
@@ -330,7 +330,7 @@ def test_requests_of_another_cache_fail(
     assert sorted(told) == 2 * [[b"ABORT", b"4", b"127.0.0.1", b"9"]] + 2 * [[b"ABORT", b"5", b"127.0.0.1", b"9"]]
 
 
-def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
     flash, pro = DSV4Config.flash(), DSV4Config.pro()
 
     def name(
@@ -362,7 +362,7 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         (DisaggregationMode.NULL, True, False, False),
     ],
 )
-def test_a_step_under_way_is_settled_before_a_retraction(
+def test_retraction_waits_for_the_running_step(
     mode: DisaggregationMode, overlap: bool, fits: bool, settled: bool
 ) -> None:
     done: list[tuple[str, Any]] = []

@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(server: HostCacheServer, name: str) -> None:
+def test_audit_reports_injected_faults(server: HostCacheServer, name: str) -> None:
     fault, words = FAULTS[name]
     fault(server)
     found = audit(server.cache, server.running)
@@ -190,7 +190,7 @@ def test_a_fault_is_named(server: HostCacheServer, name: str) -> None:
         server.check()
 
 
-def test_what_a_request_that_nobody_knows_has_is_leaked(server: HostCacheServer) -> None:
+def test_blocks_of_unknown_requests_are_leaks(server: HostCacheServer) -> None:
     found = [f"{what}: {wrong}" for what, wrong in audit(server.cache, []).findings]
     for thing in ("block", "request row", "state slot"):
         assert any(text.startswith(thing) and text.endswith("no owner: leaked") for text in found), thing

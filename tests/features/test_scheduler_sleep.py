@@ -86,7 +86,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_asleep(judge: Judge, server: Child, texts: dict[int, Asked], name: str) -> None:
+def test_answers_after_sleep(judge: Judge, server: Child, texts: dict[int, Asked], name: str) -> None:
     """Requests continue after a sleep during decoding, and cached prefixes are restored from the host."""
     asked = [replace(text, right=0.6, space=name) for text in texts.values()]
     answers = server.do(interrupted, asked, ORDERS[name])

@@ -100,7 +100,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("rows", ["fp8", "fp32"])
-def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
+def test_all_pools_are_released(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
     """The request pool and the KV pool release all memory but a few bytes per request."""
     recorder, asked = Recorder(), []
     noop = TorchMemorySaverAdapter.create(enable=False)
@@ -142,7 +142,7 @@ def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) ->
 
 
 @pytest.mark.parametrize("rows", ["fp8", "fp32"])
-def test_pools_come_again_as_they_were_made(rows: str) -> None:
+def test_restored_pools_equal_new_ones(rows: str) -> None:
     """After a reset the memory, index tables included, is at the same addresses and equals that of a new pool."""
     layout = layout_of(rows)
     makers = [partial(PagedKVPool, schema, 4, "cpu") for schema in layout.schemas if schema.entries_per_block]
@@ -182,7 +182,7 @@ def spoil(server: HostCacheServer) -> None:
     server.states.states[:] = -7
 
 
-def test_a_host_cache_keeps_what_it_needs(tree: pytest.MonkeyPatch, recorder: Recorder) -> None:
+def test_host_cache_keeps_its_buffers(tree: pytest.MonkeyPatch, recorder: Recorder) -> None:
     """Wake-up does not reset the host cache, so the tensors that its copies read on the device must stay allocated."""
     server = HostCacheServer(tree, seed=2)
     pools = server.cache.cache_controller.mem_pool_host
@@ -201,7 +201,7 @@ def serve_only(server: HostCacheServer, monkeypatch: pytest.MonkeyPatch, tokens:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, policy: str) -> None:
+def test_released_states_are_saved_to_the_host(tree: pytest.MonkeyPatch, policy: str) -> None:
     """Unsaved states are saved before memory is released, and requests resume from the host after wake-up."""
     server = HostCacheServer(tree, seed=3, policy=policy, blocks=30, host_blocks=200)
     prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 5)]
@@ -232,7 +232,7 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
     assert [server.serve(ids) for ids in prompts] == [0] * len(prompts), "a flush did not empty the host cache"
 
 
-def test_a_small_host_keeps_what_is_worth_most(tree: pytest.MonkeyPatch) -> None:
+def test_small_host_keeps_the_most_valuable_snapshots(tree: pytest.MonkeyPatch) -> None:
     """The host keeps the two conversations that were reused, which it had copied before the device releases its memory.
     Nothing is copied that a later copy would evict."""
     server = HostCacheServer(tree, seed=4, blocks=40, host_blocks=12, host_snapshots=3)
@@ -326,7 +326,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.parametrize(("flush_cache", "end"), [(False, "success"), (True, "an error")])
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
-def test_nothing_of_the_old_weights_is_found(
+def test_weight_update_invalidates_the_cache(
     tree: pytest.MonkeyPatch, tmp_path: Path, group: None, request_: Any, flush_cache: bool, end: str
 ) -> None:
     """A weight update invalidates device, host and storage for every kind of update, flush flag and outcome. A server
@@ -371,7 +371,7 @@ def test_nothing_of_the_old_weights_is_found(
     assert len(list(tmp_path.glob("*.bin"))) == 7, "those of the server that was started again stay"
 
 
-def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch) -> None:
+def test_update_of_released_weights_is_rejected(tree: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(HostCacheServer(tree, seed=6))
     scheduler.weight_updater.offload_tags.add("weights")
     for request in REQUESTS:
@@ -380,7 +380,7 @@ def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch)
         assert not answer.success and "/resume_memory_occupation with the tag weights first" in answer.message
 
 
-def test_no_update_while_requests_run_that_cannot_be_retracted(tree: pytest.MonkeyPatch) -> None:
+def test_update_with_unretractable_requests_is_rejected(tree: pytest.MonkeyPatch) -> None:
     """On a decode server the cache of the old weights could not be flushed after the update."""
     scheduler = Scheduler(HostCacheServer(tree, seed=6))
     scheduler.disaggregation_mode = DisaggregationMode.DECODE
@@ -409,7 +409,7 @@ def test_nothing_is_paused_without_a_memory_saver(tree: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_release_that_fails_pauses_nothing(tree: pytest.MonkeyPatch, paused: bool) -> None:
+def test_failed_release_pauses_nothing(tree: pytest.MonkeyPatch, paused: bool) -> None:
     def fail(updater: Any, recv_req: Any) -> None:
         raise RuntimeError("not idle")
 
@@ -421,7 +421,7 @@ def test_a_release_that_fails_pauses_nothing(tree: pytest.MonkeyPatch, paused: b
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_pause_from_before_goes_on(tree: pytest.MonkeyPatch, paused: bool) -> None:
+def test_earlier_pause_outlasts_sleep(tree: pytest.MonkeyPatch, paused: bool) -> None:
     """The scheduler is paused while memory is released, and then returns to its previous state."""
     scheduler = Scheduler(HostCacheServer(tree, seed=8))
     updater, done = scheduler.weight_updater, list[str]()

@@ -137,7 +137,7 @@ def test_constants_equal_their_python_twins(host):
         assert host.library.host_key_width(key_format.code) == key_format.width
 
 
-def test_rows_of_a_state_are_for_as_many_draft_tokens_on_both_sides(host):
+def test_state_rows_allow_equal_drafts_on_both_sides(host):
     assert host.library.host_csa_compressor_states() == len(geometry.CSA_COMPRESSOR_STATES)
     for i, compressor_state in enumerate(geometry.CSA_COMPRESSOR_STATES):
         compiled = (ctypes.c_int * 4)()
@@ -189,7 +189,7 @@ def test_e2m1(host):
     assert torch.equal(host("host_e2m1_value", torch.arange(16)), torch.cat([values, -values]))
 
 
-def test_the_source_of_a_quantised_entry_is_its_bf16_rounding():
+def test_entries_are_quantised_from_bf16():
     """fp32 values that bf16 rounds across a tie of e4m3, or across a power of two."""
     x = torch.randn(1000, 448, generator=torch.Generator().manual_seed(0))
     for got, expected in zip(kv_entries.quantise_e4m3(x), kv_entries.quantise_e4m3(x.bfloat16())):
@@ -212,7 +212,7 @@ def test_exponent_of_a_row(host):
     assert torch.equal(host("host_row_exponent", x), expected.float())
 
 
-def test_what_is_not_finite_has_the_scale_nan(host):
+def test_non_finite_entries_have_scale_nan(host):
     """NaN of ue8m0 (255) and of e4m3 (0x7F): an entry with such a scale reads as NaN."""
     x = torch.tensor([float("nan"), -float("nan"), float("inf")])
     assert host("host_row_exponent", x).tolist() == [255] * 3
@@ -248,7 +248,7 @@ def test_keys_are_decoded_exactly(host):
     assert torch.equal(got, torch.cat([codes * factor[:, :1], codes * factor[:, 1:]], 1))
 
 
-def test_keys_in_e4m3_are_exact_for_twelve_powers_of_two(host):
+def test_e4m3_keys_are_exact_over_12_scales(host):
     """Test every code at every position of a word. Smaller scales give 0."""
     places = (torch.arange(16)[:, None] + torch.arange(8)) % 16
     words = (places << 4 * torch.arange(8)).sum(1)

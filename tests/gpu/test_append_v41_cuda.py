@@ -120,7 +120,7 @@ def compare(got: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("ratio", [0, 1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(ratio, value):
+def test_non_finite_input_reaches_its_entries_only(ratio, value):
     """One such number in a token's projections makes its entries unreadable, and no other."""
     case = Case(ratio, [(1, 131, 1), (2, 3, 1)], decode=True)
     case.read["kv"][0, 7] = value

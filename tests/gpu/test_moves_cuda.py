@@ -166,7 +166,7 @@ def test_swap_blocks_checks_before_it_moves(blocks, rows, moved, message):
     assert all(torch.equal(t.cpu(), b) for t, b in zip((*gpu, host), before))
 
 
-def test_swap_blocks_leaves_out_a_block_that_is_not_there(capfd):
+def test_swap_blocks_skips_missing_blocks(capfd):
     gpu, host = pools(60), torch.zeros(70, BYTES, dtype=torch.uint8).pin_memory()
     ops().swap_blocks(gpu, host, device(torch.tensor([3, 60, -1])), torch.tensor([0, 1, 2]), True, OFFSETS)
     assert "swap_blocks: block 60 is not in 0..59" in printed(capfd)

@@ -110,7 +110,7 @@ def run_turns(server: HostCacheServer, turns: int, before: Callable[[], None] = 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad_transfers", [False, True])
-def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
+def test_steps_read_the_right_bytes(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
     """Also when transfers fail or stall. A request whose load fails computes its prompt or waits."""
     server = HostCacheServer(monkeypatch, seed=1, policy=policy)
     run_turns(server, 600, *([with_bad_transfers(monkeypatch, server)] if bad_transfers else []))
@@ -150,7 +150,7 @@ def test_a_hundred_thousand_operations_with_late_copies(
 
 
 @pytest.mark.parametrize("wait", ["start_writing", "start_loading", "the snapshot", "a layer"])
-def test_without_a_wait_steps_read_wrong_bytes(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+def test_missing_waits_are_detected(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     """Without one of the waits a step reads wrong bytes within a few seeds.
 
     Copies wait for steps and steps for copies (see `TransferController`). A step waits for its snapshot, and each of
@@ -209,7 +209,7 @@ def test_a_load_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert answer.finished_reason["status_code"] == 500 and answer.finished_reason["message"] == message
 
 
-def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_is_watched_before_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the launch is the copy."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     watch, launch, seen = server.controller.watch, HostBlocks.load, []
@@ -226,7 +226,7 @@ def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatc
     assert watch.oldest() is None
 
 
-def test_the_watch_keeps_neither_loads_that_ended_nor_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_forgets_ended_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     watch = server.controller.watch
     for _ in range(3):
@@ -238,7 +238,7 @@ def test_the_watch_keeps_neither_loads_that_ended_nor_their_requests(monkeypatch
     assert not watch._requests
 
 
-def test_a_load_without_enough_slots_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_frees_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     slots = server.component.slots
     free = slots.available_size()
@@ -253,7 +253,7 @@ def prompt(line: int, blocks: int = 6) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_lines_beyond_the_device_come_back(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+def test_evicted_conversations_resume_from_host(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """Ten conversations of six blocks are served on a device of 20 blocks. Every later visit finds all six blocks."""
     server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=20)
     for visit in range(3):
@@ -274,7 +274,7 @@ def test_all_snapshots_of_a_prompt_are_saved(monkeypatch: pytest.MonkeyPatch) ->
     assert server.from_host > 0 and not server.wrong
 
 
-def test_the_end_of_a_line_gets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_row_keeps_the_latest_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has room for one of three snapshots. It keeps the one that the next conversation turn resumes from."""
     server, tokens = HostCacheServer(monkeypatch, seed=0, blocks=20, host_snapshots=1), prompt(0, blocks=10)
     server.serve(tokens)
@@ -286,9 +286,7 @@ def test_the_end_of_a_line_gets_the_last_row(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
-    monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
+def test_small_host_keeps_evicted_conversations(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """The host is full of copies of the first conversations when the device evicts the later ones.
 
     Of nine conversations the device holds six, and the host holds two others.
@@ -305,7 +303,7 @@ def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+def test_eviction_candidates_are_saved_early(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """No allocation waits for a copy if a quarter of the device is kept free or evictable without a copy.
 
     This holds although the host is full of copies of blocks that the device keeps. No node is copied twice because its
@@ -344,7 +342,7 @@ def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.M
     server.check_contents()
 
 
-def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_superseded_snapshots_evict_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A superseded snapshot evicts no blocks of others from a full host.
 
     Once the end of its conversation is on the host, it needs only a row.
@@ -370,7 +368,7 @@ def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyP
     server.check_contents()
 
 
-def test_a_row_in_the_middle_of_a_path_goes_without_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_inner_snapshot_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next conversation takes the rows that save the least computation. Their blocks stay on the host."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_snapshots=3)
     for line, blocks in ((0, 10), (1, 6)):
@@ -393,7 +391,7 @@ def test_a_path_is_evicted_from_its_end_upwards(monkeypatch: pytest.MonkeyPatch)
     server.check()
 
 
-def test_blocks_behind_no_snapshot_go_when_they_are_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_blocks_without_snapshot_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     cache = server.cache
     server.serve(prompt(0, blocks=3))
@@ -447,7 +445,7 @@ def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("full", ["blocks", "slots"])
 @pytest.mark.parametrize("room, kept", [(20, 0), (12, 8)])
-def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, full: str, room: int, kept: int) -> None:
+def test_prompt_is_recomputed_if_load_fails(monkeypatch: pytest.MonkeyPatch, full: str, room: int, kept: int) -> None:
     """The request resumes from the longest prefix on the device, or from none. Snapshots are at 4, 8 and 10 blocks."""
     server, tokens = HostCacheServer(monkeypatch, seed=0, blocks=20), prompt(0, blocks=10)
     server.serve(tokens)
@@ -480,7 +478,7 @@ def being_saved(monkeypatch: pytest.MonkeyPatch) -> HostCacheServer:
     return server
 
 
-def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_waits_for_running_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocation waits for pending writes. Without the wait SGLang would retract a request."""
     server = being_saved(monkeypatch)
     assert server._make_room(10)
@@ -491,7 +489,7 @@ def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("waited_for", [False, True])
-def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.MonkeyPatch, waited_for: bool) -> None:
+def test_ended_save_reconsiders_waiting_requests(monkeypatch: pytest.MonkeyPatch, waited_for: bool) -> None:
     """SGLang rejects a request while saves lock the blocks that it needs, and marks the batch as full."""
     server, batch = being_saved(monkeypatch), SimpleNamespace(batch_is_full=True)
     scheduler = SimpleNamespace(tree_cache=server.cache, chunked_req=None)
@@ -508,7 +506,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("pool", [HostBlocks, HostSnapshots])
-def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPatch, pool: type[HostRows]) -> None:
+def test_failed_copy_launch_is_an_error(monkeypatch: pytest.MonkeyPatch, pool: type[HostRows]) -> None:
     """It ends the scheduler, as a step does that cannot be launched. It is not taken for a copy that was made."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     server.serve(prompt(0))
@@ -525,7 +523,7 @@ def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPa
         server.serve(prompt(1))
 
 
-def test_a_snapshot_that_leaves_both_places_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_evicted_snapshot_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device and the host evict it at once. One that leaves the device alone is on the host."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=40)
     component, slots = server.component, server.component.slots
@@ -588,7 +586,7 @@ def test_metrics_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics.total("host_saves_skipped") == 0 == metrics.total("host_loads_failed")
 
 
-def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_of_a_rejected_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The load completes, and the next request can read it."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     server.serve(prompt(0))
@@ -603,7 +601,7 @@ def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPat
     assert server.flush()
 
 
-def test_a_snapshot_that_comes_to_a_node_in_use_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_snapshot_of_used_node_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer releases of SGLang count the users of a node also while it has no snapshot on the device."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20)
     component, registry = server.component, server.component.slots.registry
@@ -624,7 +622,7 @@ def test_a_snapshot_that_comes_to_a_node_in_use_is_in_use(monkeypatch: pytest.Mo
     assert server.flush()
 
 
-def test_rows_are_handed_out_side_by_side() -> None:
+def test_free_rows_are_taken_in_order() -> None:
     rows = FreeRows(10)
     assert rows.take(3).tolist() == [0, 1, 2] and rows.take(4).tolist() == [3, 4, 5, 6]
     rows.give_back(np.array([1, 2]))
@@ -684,7 +682,7 @@ def registry_of(lengths: dict[int, int]) -> SnapshotRegistry:
     return registry
 
 
-def test_copies_of_what_the_device_keeps_go_first() -> None:
+def test_duplicates_of_the_device_are_evicted_first() -> None:
     """The host first evicts copies of snapshots that the device keeps, those kept longest first.
 
     Next are the snapshots that only the host has or that the device evicts next, lowest value first. Per row, a long
@@ -703,7 +701,7 @@ def test_copies_of_what_the_device_keeps_go_first() -> None:
     assert registry.on_host(registry.host_value(registry.reuse_interval())) == [1, 2, row(1), row(0), 4, 3]
 
 
-def test_what_leaves_the_device_next() -> None:
+def test_order_of_eviction_candidates() -> None:
     """The next evictions are the ends of paths in the order of their leaves, then the snapshots before them.
 
     Locked snapshots are not among them.

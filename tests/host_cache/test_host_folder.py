@@ -64,7 +64,7 @@ def test_states_of_files(tmp_path: Path) -> None:
     assert in_use(folder, f"{name_of('m')}-0123456789abcdef") and not in_use(folder, name_of("m"))
 
 
-def test_pruning_removes_what_no_server_reads_again(tmp_path: Path) -> None:
+def test_pruning_removes_unreadable_pages(tmp_path: Path) -> None:
     folder = tmp_path / "pages"
     left = orphans(folder)
     now = put(folder, f".{'5' * 32}.tmp", 0)
@@ -98,7 +98,7 @@ def test_the_tool(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "does not exist" in missing.output
 
 
-def test_the_tool_says_whose_pages_there_are_and_which_are_damaged(tmp_path: Path) -> None:
+def test_tool_lists_owners_and_damaged_pages(tmp_path: Path) -> None:
     folder, run = tmp_path / "pages", CliRunner().invoke
     describe_weights(name_of("m"), "/models/m")
     storage = open_storage(folder)
@@ -122,7 +122,7 @@ def test_the_tool_says_whose_pages_there_are_and_which_are_damaged(tmp_path: Pat
     assert foreign.exists()
 
 
-def test_the_tool_clears_what_nobody_uses(tmp_path: Path) -> None:
+def test_tool_clears_unused_pages(tmp_path: Path) -> None:
     folder, run = tmp_path / "pages", CliRunner().invoke
     storage = open_storage(folder)
     assert store(storage, 1)
@@ -195,7 +195,7 @@ OTHER = "belongs to user .*; expected user .* or root"
         (False, 0o755, False, f"{OTHER}.* {VARIABLE}"),
     ],
 )
-def test_a_folder_that_others_can_change_is_rejected(
+def test_folder_writable_by_others_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool, mode: int, mine: bool, why: str
 ) -> None:
     """A named folder with the sticky bit, such as /tmp, is rejected too, because other users can add pages there. The
@@ -211,9 +211,7 @@ def test_a_folder_that_others_can_change_is_rejected(
         open_storage(folder)
 
 
-def test_a_named_folder_of_root_is_used_and_a_default_link_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_folder_of_root_is_used_but_no_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "pages")
     with pytest.raises(LaunchError, match=f"is a link; expected a folder; set {VARIABLE}"):
@@ -224,7 +222,7 @@ def test_a_named_folder_of_root_is_used_and_a_default_link_is_not(
     assert store(open_storage(tmp_path), 1)
 
 
-def test_a_page_that_another_user_has_stored_is_stored(tmp_path: Path) -> None:
+def test_page_of_another_user_counts_as_stored(tmp_path: Path) -> None:
     """The server may neither write such a page nor change its mode.
 
     An error would end SGLang's storage thread and all its saves.
@@ -268,14 +266,14 @@ def test_a_named_folder_says_who_may_read(
 # File names
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file system is read-only. Root passes the checks of modes."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(LaunchError, match=f"pages cannot be written by user .*; set {VARIABLE} to a folder"):
         open_storage(tmp_path / "pages")
 
 
-def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_that_rejects_pages_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The path of the folder is almost as long as the limit."""
     deep = tmp_path
     while len(str(deep)) < 4096 - 120:

@@ -128,7 +128,7 @@ def in_time(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("planted", ["page", "lock"])
-def test_a_fifo_hangs_nothing(folder: Path, planted: str) -> None:
+def test_fifo_does_not_block(folder: Path, planted: str) -> None:
     """The open of a FIFO waits until another process writes to it."""
     storage = open_storage(folder)
     (folder / PLANTED[planted]).unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def test_nixl_uses_no_folder_of_a_group(tmp_path: Path) -> None:
         own_folder(str(tmp_path / "pages"), "", "VARIABLE", by_group=False)
 
 
-def test_a_bucket_that_is_a_link_is_not_entered(tmp_path: Path, folder: Path) -> None:
+def test_linked_bucket_is_not_entered(tmp_path: Path, folder: Path) -> None:
     """NIXL's pages are in subfolders. One of them is replaced after the folder was listed."""
     from dsv4_sglang.srt.host_cache.folder import stored_files
 
@@ -169,7 +169,7 @@ def test_a_bucket_that_is_a_link_is_not_entered(tmp_path: Path, folder: Path) ->
 # Locks
 
 
-def test_a_server_that_starts_while_its_lock_is_removed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_server_starts_while_its_lock_is_removed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """`prune` has seen that nobody uses a name. A server begins to use it before the lock's file is gone."""
     name, unlink = name_of("m"), os.unlink
     (folder / f"{name}.lock").touch()
@@ -200,7 +200,7 @@ def test_a_server_that_starts_while_its_lock_is_removed(monkeypatch: pytest.Monk
     assert store(storages[0], 1) and clear(folder).removed == [] and stored(storages[0], 1)
 
 
-def test_a_lock_that_is_removed_between_its_open_and_its_lock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_lock_removed_after_open_is_made_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     flock, removed = fcntl.flock, list[int]()
 
     def late(file: int, kind: int) -> None:
@@ -217,7 +217,7 @@ def test_a_lock_that_is_removed_between_its_open_and_its_lock(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("noticed", [False, True])
-def test_a_folder_that_is_made_again_is_locked_again(tmp_path: Path, folder: Path, noticed: bool) -> None:
+def test_recreated_folder_is_locked_again(tmp_path: Path, folder: Path, noticed: bool) -> None:
     storage = open_storage(folder)
     assert store(storage, 1)
     folder.rename(tmp_path / "elsewhere")
@@ -240,7 +240,7 @@ def test_a_folder_that_is_replaced_is_checked(tmp_path: Path, folder: Path) -> N
     assert store(storage, 1)
 
 
-def test_a_lock_that_somebody_removed_is_taken_again(folder: Path) -> None:
+def test_removed_lock_is_taken_again(folder: Path) -> None:
     describe_weights(name_of("m"), "/models/m")
     storage = open_storage(folder)
     (folder / f"{name_of('m')}.lock").unlink()
@@ -248,7 +248,7 @@ def test_a_lock_that_somebody_removed_is_taken_again(folder: Path) -> None:
     assert storage.available() and in_use(folder, name_of("m")) and weights_of(folder, name_of("m")) == "/models/m"
 
 
-def test_a_name_that_cannot_be_locked_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_lock_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / f"{name_of('m')}.lock").symlink_to("elsewhere")
     storage = open_storage(folder)
     assert store(storage, 1) and stored(storage, 1)
@@ -266,7 +266,7 @@ def test_the_locks_of_other_models_stay(folder: Path) -> None:
     assert prune(folder).removed == [] and locked(folder) == [name_of("o")]
 
 
-def test_a_page_name_is_looked_at_while_a_server_starts(folder: Path) -> None:
+def test_page_name_is_checked_during_start(folder: Path) -> None:
     """`dsv4-sglang storage ls` holds the exclusive lock for a moment."""
     with locks.held_alone(folder, name_of("m")) as alone:
         assert alone
@@ -335,7 +335,7 @@ def test_weight_updates_leave_one_lock(folder: Path) -> None:
     assert not stored(storage, 4)
 
 
-def test_a_rolling_update_keeps_the_pages_of_the_others(folder: Path) -> None:
+def test_rolling_update_keeps_pages_of_other_servers(folder: Path) -> None:
     """Three servers share pages. Each gets new weights, one after another; the last one that leaves removes them."""
     servers = [open_storage(folder) for _ in range(3)]
     assert all(store(servers[0], at) for at in range(4))
@@ -414,7 +414,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pyte
         assert store(storage, 1000) and stored(storage, 1000)
 
 
-def test_limits_that_leave_no_space(
+def test_limits_without_space_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = open_storage(folder, min_free_space=1 << 60)

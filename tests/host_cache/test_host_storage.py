@@ -72,7 +72,7 @@ def pages_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
-def test_a_new_server_finds_what_the_last_one_stored(folder: Path, restarted: Start) -> None:
+def test_new_server_finds_stored_pages(folder: Path, restarted: Start) -> None:
     with restarted() as server:
         assert server.serve(PROMPT) == 0
         # `dsv4-sglang storage` lists these names and states.
@@ -88,7 +88,7 @@ def test_a_new_server_finds_what_the_last_one_stored(folder: Path, restarted: St
         assert server.component.metrics.total("hit_tokens", "host") == 5 * BLOCK
 
 
-def test_what_is_new_reaches_the_storage_where_the_host_is_full(folder: Path, restarted: Start) -> None:
+def test_full_host_still_stores_new_conversations(folder: Path, restarted: Start) -> None:
     """Six conversations run on a device of 40 blocks with a host of 12 blocks, which has room for two of them."""
     lines = [[100 * line + token for token in PROMPT] for line in range(6)]
     with restarted(host_blocks=12, host_snapshots=4) as server:
@@ -103,7 +103,7 @@ def test_what_is_new_reaches_the_storage_where_the_host_is_full(folder: Path, re
 
 
 @pytest.mark.parametrize("host_blocks", [120, 6])
-def test_the_rest_of_a_line_of_which_the_host_has_nothing(folder: Path, restarted: Start, host_blocks: int) -> None:
+def test_storage_completes_a_prefix_on_the_device(folder: Path, restarted: Start, host_blocks: int) -> None:
     """The rest of a conversation is fetched from the storage after a prefix that only the device has.
 
     The prefix is saved before the device evicts it. If the host lacks room for both parts, both are lost together.
@@ -125,7 +125,7 @@ def test_the_rest_of_a_line_of_which_the_host_has_nothing(folder: Path, restarte
 
 @pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "another's", "gone"])
 @pytest.mark.parametrize("which", ["a block", "a snapshot"])
-def test_a_page_that_cannot_be_used_is_a_miss(
+def test_unusable_page_is_a_miss(
     folder: Path, restarted: Start, caplog: pytest.LogCaptureFixture, damage: str, which: str
 ) -> None:
     with restarted() as server:
@@ -274,7 +274,7 @@ def test_a_flush_waits_for_the_thread_that_reads(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("then", ["others", "flush"])
-def test_a_fetch_that_is_aborted_at_any_point(late: Start, policy: str, then: str) -> None:
+def test_fetch_aborted_at_any_point(late: Start, policy: str, then: str) -> None:
     """Another request takes the freed host rows before the reading thread resumes.
 
     The thread does not write to them.
@@ -299,7 +299,7 @@ def test_a_fetch_that_is_aborted_at_any_point(late: Start, policy: str, then: st
 
 
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
-def test_a_fetch_that_its_request_looks_for_at_any_point(late: Start, policy: str) -> None:
+def test_request_checks_its_fetch_at_any_point(late: Start, policy: str) -> None:
     """best_effort ends the fetch when the request looks for it, timeout after its time, wait_complete when it is
     complete.
 
@@ -330,7 +330,7 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(late: Start, policy: st
 
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("why", ["one is gone", "the host has no room", "one is damaged"])
-def test_a_part_of_what_a_request_looks_for(folder: Path, late: Start, policy: str, why: str) -> None:
+def test_missing_page_shortens_the_hit(folder: Path, late: Start, policy: str, why: str) -> None:
     """The request resumes from the last snapshot before the missing page.
 
     A damaged page is detected only when it is read.
@@ -463,7 +463,7 @@ def test_a_folder_that_is_gone(
 
 
 @pytest.mark.parametrize("storage", ["file"], indirect=True)
-def test_a_look_up_that_fails_is_a_miss(monkeypatch: pytest.MonkeyPatch, restarted: Start) -> None:
+def test_failed_lookup_is_a_miss(monkeypatch: pytest.MonkeyPatch, restarted: Start) -> None:
     """After any error SGLang's thread continues, and the next look-up finds the stored pages."""
 
     def fails(*arguments: Any, **named: Any) -> Any:

@@ -134,7 +134,7 @@ def test_the_same_weights_elsewhere_have_the_same_name(tmp_path: Path) -> None:
     assert name_of(model_at(tmp_path / "a")) == name_of(model_at(tmp_path / "b"))
 
 
-def test_weights_of_a_draft_model_are_in_the_name(tmp_path: Path) -> None:
+def test_draft_weights_are_in_the_name(tmp_path: Path) -> None:
     model, draft = model_at(tmp_path / "model"), model_at(tmp_path / "draft")
     names = {name_of(model), name_of(model, speculative_draft_model_path=str(draft))}
     no_attention(draft)
@@ -142,7 +142,7 @@ def test_weights_of_a_draft_model_are_in_the_name(tmp_path: Path) -> None:
     assert len(names) == 3
 
 
-def test_a_model_of_the_hub_is_named_by_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_model_is_named_by_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The name contains the revision that the branch pointed to when it was downloaded."""
     model = model_at(tmp_path / "snapshot")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model / "config.json"))

@@ -44,7 +44,7 @@ def _override(command: Command) -> dict:
     return json.loads(values[0])
 
 
-def test_keeps_what_the_user_overrides() -> None:
+def test_overrides_of_the_user_are_kept() -> None:
     given = {"dsv4_sglang": {"indexer_format": "fp32"}, "rope_theta": 5}
     command = server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
     assert _override(command) == given
@@ -86,7 +86,7 @@ def test_overrides_replace_fields_of_the_config(tmp_path: Path) -> None:
     assert config_of(str(tmp_path), '{"hidden_size": 512, "dsv4_sglang": {}}')["hidden_size"] == 512
 
 
-def test_models_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for name in ("deepseek-ai/DeepSeek-V4-Flash", "s3://bucket/a/b"):
@@ -98,7 +98,7 @@ def test_models_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("overrides", "error"), [('{"dsv4_sglang": {}}', LaunchError), ("{}", OSError)])
-def test_a_config_that_sglang_cannot_read_gives_one_line(
+def test_unreadable_config_gives_one_line(
     overrides: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_args: object) -> None:
@@ -113,7 +113,7 @@ def test_a_config_that_sglang_cannot_read_gives_one_line(
     assert type(raised.value) is error
 
 
-def test_with_a_gpu_only_the_opt_in_is_added() -> None:
+def test_gpu_command_adds_only_the_opt_in() -> None:
     command = server_command("m", ["--dtype", "bfloat16"], cpu=False, python="py")
     assert command.argv == [
         *["py", "-m", "sglang.launch_server", "--model-path", "m", FLAG, '{"dsv4_sglang": {}}'],
@@ -123,7 +123,7 @@ def test_with_a_gpu_only_the_opt_in_is_added() -> None:
 
 
 @pytest.mark.parametrize("given", [["--max-total-tokens", "999"], ["--max-total-tokens=999"]])
-def test_a_flag_of_the_user_replaces_the_default_for_a_cpu(given: list[str]) -> None:
+def test_user_flag_replaces_the_cpu_default(given: list[str]) -> None:
     argv = server_command("m", given, cpu=True).argv
     assert argv[-len(given) :] == given
     assert sum(word.startswith("--max-total-tokens") for word in argv) == 1
@@ -138,7 +138,7 @@ def test_the_printed_line_is_the_command() -> None:
     assert words[count:] == command.argv
 
 
-def test_cpu_environment_puts_the_stand_in_first_and_keeps_the_path() -> None:
+def test_cpu_environment_extends_the_python_path() -> None:
     mine = os.pathsep.join(["/mine", str(CPU_SHIM), "/other"])
     path = cpu_environment({"PYTHONPATH": mine})["PYTHONPATH"].split(os.pathsep)
     assert path == [str(CPU_SHIM), "/mine", "/other"]
@@ -257,7 +257,7 @@ def _edit_index(folder: Path, **files: str | None) -> None:
         (lambda f: _cut(f / "tokenizer.json", 1000), r"/tokenizer.json \(the tokenizer\) is not JSON: .*; complete"),
     ],
 )
-def test_a_file_of_the_checkpoint_that_is_not_complete_is_named(
+def test_incomplete_checkpoint_file_is_named(
     whole: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
 ) -> None:
     folder = _copy(whole, tmp_path)
@@ -315,7 +315,7 @@ def test_the_nextn_layer_may_have_a_number(whole: Path, tmp_path: Path) -> None:
     _check(folder, speculative_algorithm="EAGLE")
 
 
-def test_a_server_started_with_sglangs_command_is_checked_too(
+def test_sglangs_command_checks_the_checkpoint_too(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the hook replaces it

@@ -122,7 +122,7 @@ def built_pool(launched: Configurator, **sizes: int) -> Any:
 
 
 @pytest.mark.parametrize("make", [DSV4Config.flash, DSV4Config.pro, flashshape])
-def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, make: Any) -> None:
+def test_allocation_equals_the_benchmarks_figure(configurator: Any, make: Any) -> None:
     launched = configurator(make(), 256, max_snapshots=512)
     tokens = tokens_of(launched, MEMORY)
     assert tokens == capacity.ours(make(), 256, 512).tokens(MEMORY * GIB)
@@ -137,9 +137,7 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
     [({}, 0), ({"indexer_format": "fp32", "max_snapshots": 600}, 0), ({}, 4), ({}, 9)],
     ids=["defaults", "options", "4 draft tokens", "9 draft tokens"],
 )
-def test_the_server_allocates_what_the_plan_says(
-    configurator: Any, model: Model, options: dict[str, Any], drafts: int
-) -> None:
+def test_allocation_equals_the_plan(configurator: Any, model: Model, options: dict[str, Any], drafts: int) -> None:
     given = Choice(model, GPUS["h200"], 8, 8, 1, Format.FP4, 128, options=Options(**options), draft_tokens=drafts)
     made = plan(given)
     launched = configurator(model.config, 128, drafts=drafts, **options)
@@ -179,7 +177,7 @@ def test_a_running_request_has_one_live_slot(configurator: Any, flags: dict[str,
     assert launched.context.slots_of_request(lambda _configurator: 5, launched) == 1
 
 
-def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> None:
+def test_decode_server_has_slots_for_transfers(configurator: Any) -> None:
     """SGLang adds two slots per running request when there are few requests. They are counted, and the log reports
     them."""
     more = tokens_of(configurator(flashshape(), 16, radix=False), MEMORY)
@@ -194,7 +192,7 @@ def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> 
         tokens_of(configurator(flashshape(), 16, radix=False, mode="decode", max_snapshots=8), MEMORY)
 
 
-def test_a_decode_servers_pool_is_what_was_counted(configurator: Any) -> None:
+def test_decode_server_has_the_planned_pool(configurator: Any) -> None:
     launched = configurator(flashshape(), 2, radix=False, mode="decode")
     tokens_of(launched, MEMORY)
     pool = built_pool(launched, extra_max_context_len=4, pre_alloc_size=4)
@@ -202,7 +200,7 @@ def test_a_decode_servers_pool_is_what_was_counted(configurator: Any) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, drafts: int) -> None:
+def test_request_takes_one_slot_of_the_pool(configurator: Any, drafts: int) -> None:
     with published(ServerArgs(model_path="dummy", device="cpu", page_size=128, **speculation(drafts))):
         extra = get_req_to_token_extra_context_len()
     launched = configurator(flashshape(), 2, max_snapshots=4, drafts=drafts)

@@ -101,13 +101,13 @@ def test_config_as_published():
         ({"kv_source_layer_ids": [2, "8"]}, r"'kv_source_layer_ids\[1\]' is '8'; expected an integer"),
     ],
 )
-def test_what_is_rejected(change, said):
+def test_unsupported_configs_are_rejected(change, said):
     with pytest.raises((ValueError, TypeError), match=said):
         V41Config.from_hf({**PUBLISHED["text_config"], **change})
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v41_text"])
-def test_it_is_not_taken_for_v4(model_type):
+def test_v4_config_rejects_v41(model_type):
     with pytest.raises(
         ValueError, match=rf"'model_type' is '{model_type}': this is DeepSeek-V4.1, which has a different cache"
     ):

@@ -249,9 +249,7 @@ def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
 
 
-def test_parts_of_attention_that_some_processes_have_are_added_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_summed_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tensor-parallel processes, of which two share a layer's heads, each get the whole output. SGLang splits this
     way with DP attention, and with context parallelism."""
     monkeypatch.setattr(layers.in_tree, "_FP8_WO_A_GEMM", False)

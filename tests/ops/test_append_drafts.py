@@ -252,7 +252,7 @@ def on_device(test: Callable[..., None]) -> Callable[..., None]:
 @hypothesis.settings(max_examples=40)
 @given(data=st.data())
 @on_device
-def test_requests_go_on_from_any_token_of_a_verify_step(device: str, data: st.DataObject) -> None:
+def test_requests_continue_from_any_verified_token(device: str, data: st.DataObject) -> None:
     ratio, formats = data.draw(st.sampled_from([0, 4, 128])), data.draw(st.sampled_from(FORMATS))
     d = data.draw(st.integers(1, 9), label="draft tokens")
     both = Compared(ratio, formats, state_rows(d))
@@ -348,7 +348,7 @@ def test_slots_that_are_too_small_are_rejected(ratio: int, sizes: dict[str, obje
     assert torch.equal(before["ring"].view(torch.int32), requests.layer.ring.view(torch.int32))
 
 
-def test_a_raw_hca_state_takes_one_token_per_request() -> None:
+def test_raw_hca_state_rejects_drafts() -> None:
     layer = dataclasses.replace(make_layer(128, FORMATS[2], state_rows(3)), hca_state="raw")
     with pytest.raises(ValueError, match="compressor_state has 256 rows per slot, for at most 1"):
         Requests(layer).step([2, 2], [1, 1], decode=True)

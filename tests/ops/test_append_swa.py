@@ -50,7 +50,7 @@ def test_round_trip_error_and_exact_rope_half():
     assert not table[[0, 1, 3]].any(), "other requests are untouched"
 
 
-def test_only_the_last_128_of_a_request_stay_and_padding_is_skipped():
+def test_ring_keeps_128_tokens_and_skips_padding():
     table, views = make_ring()
     kv = torch.randn(301, 512).bfloat16()
     run(kv, [1] * 300 + [-1], [*range(300), 5], views)
@@ -87,7 +87,7 @@ def test_the_order_of_tokens_does_not_matter(order, positions):
     assert all(torch.equal(one_views[k].view(torch.uint8), two_views[k].view(torch.uint8)) for k in one_views)
 
 
-def test_append_writes_the_positions_of_a_ring_for_drafts(device):
+def test_append_writes_positions_of_draft_rings(device):
     """Positions and head follow from the ring's length, 132 entries here, not from the window."""
     device = resolve_device(device)
     ring = torch.zeros(3, 132, 512, device=device)

@@ -108,13 +108,13 @@ def give_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
 
 
-def test_a_cached_library_needs_neither_nvcc_nor_a_writable_cache(cache: Path) -> None:
+def test_cached_library_loads_without_nvcc(cache: Path) -> None:
     cache.chmod(0o500)
     assert extension.load.__wrapped__() == library_of(cache)
 
 
 @pytest.mark.parametrize("part", ["folder", "library"])
-def test_what_others_can_write_or_own_is_not_loaded(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_writable_by_others_is_rejected(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rejected = cache if part == "folder" else library_of(cache)
     mode = rejected.stat().st_mode & 0o777
     for open_mode in (0o775, 0o757):
@@ -128,7 +128,7 @@ def test_what_others_can_write_or_own_is_not_loaded(cache: Path, part: str, monk
         extension.load.__wrapped__()
 
 
-def test_a_named_library_exists_and_not_everybody_can_write_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_library_must_exist_and_be_protected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4_SGLANG_EXTENSION", "/nowhere/x.so")
     with pytest.raises(RuntimeError, match=r"DSV4_SGLANG_EXTENSION is /nowhere/x\.so"):
         extension.load.__wrapped__()
@@ -159,7 +159,7 @@ def quick_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "_compile", compile_)
 
 
-def test_a_first_use_makes_a_cache_of_its_own(cache: Path, quick_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_use_creates_a_private_cache(cache: Path, quick_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = cache.parent / "another"
     monkeypatch.setenv("DSV4_SGLANG_CACHE", str(mine))
     monkeypatch.setattr(extension, "_locked", lambda folder: contextlib.nullcontext())
@@ -168,9 +168,7 @@ def test_a_first_use_makes_a_cache_of_its_own(cache: Path, quick_build: None, mo
     assert (mine.stat().st_mode & 0o777, library.stat().st_mode & 0o777) == (0o700, 0o755)
 
 
-def test_a_build_takes_nothing_that_others_left(
-    quick_build: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_ignores_files_of_others(quick_build: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(RuntimeError, match="every user can write it"):
         extension.build(["90a"], tmp_path)
@@ -186,7 +184,7 @@ def test_a_build_takes_nothing_that_others_left(
         extension.build(["90a"], tmp_path)
 
 
-def test_a_cache_that_cannot_be_made_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DSV4_SGLANG_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(RuntimeError, match=r"cannot create the cache .*: .*file/cache.* set DSV4_SGLANG_CACHE"):

@@ -65,7 +65,7 @@ def test_copy_state_rejects_a_repeated_destination(device: torch.device, capfd: 
     assert int(rejected) == -1 and torch.equal(tensors[0][:, 3:5].cpu(), before[:, [1, 0]])
 
 
-def test_swap_blocks_round_trip_and_validation_before_any_move():
+def test_swap_blocks_validates_before_it_moves():
     pools = [torch.randn(8, 5), torch.randn(8, 2, 3)]
     host = torch.zeros(6, 4 * 11 + 3, dtype=torch.uint8)
     before = [pool.clone() for pool in pools]

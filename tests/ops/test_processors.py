@@ -20,7 +20,7 @@ NATIVE = torch.backends.cpu.get_cpu_capability().lower()
 TESTS = (
     "reference/test_oracle.py::test_teacher_forced_equals_incremental",
     "ops/test_against_hf.py::test_any_chunking_equals_hf",
-    "ops/test_spec.py::test_fp8_rows_and_fp4_keys_equal_hf_with_fake_quantised_rows",
+    "ops/test_spec.py::test_quantised_entries_equal_fake_quantised_hf",
 )
 
 

@@ -76,7 +76,7 @@ def test_selection_takes_the_best_visible_keys(visible):
     assert got == expected + [-1] * (16 - len(expected))
 
 
-def test_selection_with_negative_scores_and_exact_ties_prefers_lower_entries():
+def test_selection_breaks_ties_by_lower_entry():
     q, keys = torch.randn(32, 128), random_keys(40)
     signed_zeros = torch.tensor([0.0, -0.0]).repeat(16)
     assert select(q, signed_zeros, keys, 160, 16) == list(range(16))  # All scores are +0 or -0: one tie.
@@ -106,7 +106,7 @@ def test_sink_is_added_once_to_the_denominator(sink):
     assert torch.allclose(got[0].double(), p @ keys, atol=1e-6)
 
 
-def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
+def test_token_without_entries_gives_zeros():
     """The first token has no rows, the second has a list of holes, and the third has one row, whose weight is 1 with a
     sink of -inf."""
     table = torch.randn(1, 128, 512)
@@ -123,7 +123,7 @@ def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
+def test_non_finite_entry_reaches_its_tokens_only(bad):
     """Only the token that lists a NaN or infinite row gets it. Rows that most tokens list are multiplied once for all
     of them."""
     table, rope = torch.randn(1, 64, 512), rope_table(16, frequencies(4))
@@ -148,7 +148,7 @@ def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
 
 
 @pytest.mark.parametrize("amax, exponent", [(0.0, -22), (448.0, 0), (448 * 2.0**5, 5), (450.0, 1), (448 * 2.0**-7, -7)])
-def test_entry_scale_is_the_smallest_power_of_two_that_does_not_clip(amax, exponent):
+def test_entry_scale_is_the_least_without_clipping(amax, exponent):
     x = torch.zeros(2, 448)
     x[:, 17] = amax
     codes, e = kv_entries.quantise_e4m3(x)
@@ -183,7 +183,7 @@ def fake_quantised_rotary(original):
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_fp8_rows_and_fp4_keys_equal_hf_with_fake_quantised_rows(ratio, monkeypatch):
+def test_quantised_entries_equal_fake_quantised_hf(ratio, monkeypatch):
     attention, x = make_attention(ratio), inputs(300)
     exact = hf_forward(attention, x)
     layer = Layer(attention, ratio, rows="fp8", keys="mxfp4")

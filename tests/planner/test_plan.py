@@ -196,7 +196,7 @@ def test_tokens_of_a_server(given: Choice, tokens: int, within: float) -> None:
     assert (row in PLANNING) == (given is not EAGLE)
 
 
-def test_what_the_log_of_the_run_with_speculation_said() -> None:
+def test_plan_equals_log_of_speculative_server() -> None:
     """The log gives 0.08 GiB for the draft model, the sizes of a slot and a snapshot, and 79.131 GiB with the
     blocks."""
     draft = draft_of(EAGLE.model, Format.FP8, 1)
@@ -226,7 +226,7 @@ def test_dspark() -> None:
     ("gpu", "tp", "dp", "running", "chunk"),
     [("h200", 2, 1, 256, 8192), ("h200", 8, 1, 4096, 2048), ("h200", 8, 8, 2048, 8192), ("b200", 4, 2, 4096, 2048)],
 )
-def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: int, running: int, chunk: int) -> None:
+def test_reserve_equals_that_of_sglang(gpu: str, tp: int, dp: int, running: int, chunk: int) -> None:
     """The estimates equal SGLang's. The capture batch size is given, because SGLang cannot know it
     without a GPU."""
     given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=chunk, draft_tokens=4)
@@ -245,7 +245,7 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
         assert activation_bytes(given) == activations * 2**20
 
 
-def test_prefill_graphs_take_no_more_than_measured_by_much() -> None:
+def test_prefill_graph_memory_is_near_measurements() -> None:
     results = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
     measured = re.search(r"Prefill graphs took ([\d.]+) GB here", results)
     assert measured is not None
@@ -333,7 +333,7 @@ def test_replicas_of_dp_attention_have_a_cache_each() -> None:
     assert plan(choice(count=4, tp=2)).total_tokens == 2 * plan(choice()).total_tokens, "two servers"
 
 
-def test_what_takes_room() -> None:
+def test_flags_that_need_memory_reduce_tokens() -> None:
     """Other tests compare the default with measurements."""
     most = plan(choice()).tokens
     for less in ({"kv_cache_dtype": "bfloat16"}, {"draft_tokens": 4}, {"options": Options(max_snapshots=5000)}):
@@ -475,7 +475,7 @@ def test_long_contexts_are_counted_as_whole_requests() -> None:
     assert made.choice.served_context == 1 << 18
 
 
-def test_a_recommendation_that_needs_another_share_of_the_memory() -> None:
+def test_recommendation_changes_the_memory_fraction() -> None:
     """V4-Pro on four of 8 H200 needs a memory fraction above 85 %, V4-Flash on H100 one below."""
     made = recommend(choice(PRO, count=8), "throughput").choice
     assert (made.tp, made.dp, made.mem_fraction) == (8, 4, 0.88)
@@ -486,7 +486,7 @@ def test_a_recommendation_that_needs_another_share_of_the_memory() -> None:
     assert not plan(replace(small.choice, mem_fraction=0.85)).has_room_for_activations
 
 
-def test_a_recommendation_for_more_gpus_than_a_host_has() -> None:
+def test_recommendation_spans_several_hosts() -> None:
     lines = invoke("--gpu", "h200", "--count", "16", "--model", "flash", "--goal", "throughput").splitlines()
     made = recommend(choice(count=16, tp=8), "throughput")
     assert lines[0] == "DeepSeek-V4-Flash, 16 x H200, --tp 8, --dp 8, 2 servers"

@@ -80,7 +80,7 @@ def foreign_private_names(sources: dict[str, str]) -> set[tuple[str, str]]:
     }
 
 
-def test_private_names_of_sglang_are_in_its_package_only() -> None:
+def test_only_one_package_uses_private_names() -> None:
     files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     sources = {
         name: text
@@ -159,7 +159,7 @@ def test_the_state_of_a_release(
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.20"])
-def test_a_release_that_does_not_fit_is_rejected_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfit_release_is_rejected_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "sglang_version", lambda: version)
     with (
         pytest.raises(LaunchError if version == "0.5.20" else ImportError) as error,
@@ -170,12 +170,12 @@ def test_a_release_that_does_not_fit_is_rejected_in_one_line(version: str, monke
     assert version == "0.5.23" or str(error.value) == said + "ImportError('no module')"
 
 
-def test_a_target_that_is_gone_is_named() -> None:
+def test_missing_target_is_named() -> None:
     (line,) = sglang_contract.hook_differences([Hook(TARGETS + "gone", print, "to be missed")])
     assert line == TARGETS + "gone does not exist in this SGLang: to be missed"
 
 
-def test_an_override_that_is_gone_or_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_override_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = next(override for override in OVERRIDES if "Mamba" in override.base)
     gone = tree._replace(method="_gone")
     (line,) = sglang_contract.override_differences([gone])

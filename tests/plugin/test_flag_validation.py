@@ -279,7 +279,7 @@ def test_cuda_graphs_of_several_gpus_are_not_released(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
-def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+def test_random_weights_need_a_named_folder(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
     variable = f"SGLANG_HICACHE_{storage.upper()}_BACKEND_STORAGE_DIR"
     monkeypatch.delenv(variable, raising=False)
     tier = {**TIER, "hicache_storage_backend": storage, "load_format": "dummy"}
@@ -302,7 +302,7 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
         ({"hicache_storage_backend": "file"}, r"folder /proc/one cannot be created: .*; set SGLANG_", ["one"]),
     ],
 )
-def test_a_host_cache_that_this_machine_cannot_have(
+def test_impossible_host_cache_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: dict[str, Any], line: str, folders: list[str]
 ) -> None:
     """The same flags are accepted on a machine with more memory, the package and a folder that can be created."""
@@ -364,7 +364,7 @@ V41: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("named", V41)
-def test_what_does_not_go_with_v41(named: str) -> None:
+def test_flags_unsupported_with_v41_are_rejected(named: str) -> None:
     def lines(model_type: str, facts: dict[str, Any], options: Options, **given: Any) -> list[str]:
         model = config(model_type=model_type, dspark_target_layer_ids=[0, 1, 2], **facts)
         return rejections(model, options=options, **{"device": "cpu", **given})
@@ -377,7 +377,7 @@ def test_what_does_not_go_with_v41(named: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["host_snapshots", "host_load_timeout_seconds"])
-def test_options_of_a_host_cache_that_there_is_not(option: str) -> None:
+def test_host_cache_flags_need_a_host_cache(option: str) -> None:
     options = Options(**{option: 7})
     line = (
         f"the option {option} 7 is not supported: it is a setting of the host cache; give --enable-hierarchical-cache"
@@ -421,7 +421,7 @@ def parser() -> ArgumentParser:
     return made
 
 
-def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None:
+def test_flags_have_their_names_in_sglang(parser: ArgumentParser) -> None:
     shown, own = parser.format_help(), {action.dest for action in parser._actions}
     # Some fields have no flag.
     fields = [field for field in (*REJECTED, *LIMITED, "context_length", "tp_size") if field in own]
@@ -429,7 +429,7 @@ def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None
     assert [field for field in fields if flag(field) not in shown] == []
 
 
-def test_no_flag_of_sglang_is_taken_for_an_abbreviation(parser: ArgumentParser) -> None:
+def test_flags_that_are_read_have_no_prefixes(parser: ArgumentParser) -> None:
     """This package reads some flags without SGLang's parser."""
     options = [option for action in parser._actions for option in action.option_strings]
     read = [OPT_IN_FLAG, CONFIG_FLAG, *CPU_FLAGS]

@@ -306,7 +306,7 @@ def test_the_address_of_sglangs_checks_has_short_prompts() -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [5, VOCABULARY], [(1 << 63) - 1]])
-def test_tokens_that_the_model_has_not(ids: list[int]) -> None:
+def test_token_ids_beyond_the_vocabulary(ids: list[int]) -> None:
     send(tokenized(input_ids=array("q", [0, VOCABULARY - 1])))
     with pytest.raises(ValueError, match=r"^input_ids is .*; expected "):
         send(tokenized(), tokenized(input_ids=array("q", ids)))

@@ -81,5 +81,5 @@ def test_decode_graphs_are_counted_too() -> None:
     assert start_progress.describe(Counter()) == ""
 
 
-def test_a_start_that_waits_for_something_else_says_nothing() -> None:
+def test_other_waits_print_no_progress() -> None:
     assert start_progress.describe(Counter()) == ""

@@ -92,7 +92,7 @@ def candidates(registry: SnapshotRegistry, tokens: int, slots: int) -> list[int]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_changes_keep_the_orders_of_a_full_scan(seed: int) -> None:
+def test_orders_equal_full_scans_after_changes(seed: int) -> None:
     of = RandomRegistry(seed)
     registry = of.registry
     seen = set()
@@ -114,7 +114,7 @@ def test_random_changes_keep_the_orders_of_a_full_scan(seed: int) -> None:
     assert len(seen) == 9
 
 
-def test_optional_snapshots_evict_only_what_is_worth_less() -> None:
+def test_optional_snapshots_evict_only_less_valuable_ones() -> None:
     registry = SnapshotRegistry(4)
     registry.add(1, 8 * BLOCK, 0)
     registry.add(2, 16 * BLOCK, 1)
@@ -207,7 +207,7 @@ def test_an_eviction_does_not_visit_all_leaves(server: TreeServer, monkeypatch: 
     assert 0 < len(read) < 12 < len(leaves)
 
 
-def test_a_leaf_that_is_not_evicted_keeps_its_place(server: TreeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spared_leaf_keeps_its_place(server: TreeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang declines a leaf if the host lacks room for what must be saved. The next ones are evicted, each once."""
     core, asked = server.cache.tree_core, []
     leaves, evict = core.evictable_device_leaves, server.cache._evict_device_leaf

@@ -118,7 +118,7 @@ def test_a_branch_follows_its_trunk(server: Watched) -> None:
     assert server.mirror.found(branch) == (2 + len(blocks)) * BLOCK
 
 
-def test_a_copy_to_the_host_is_announced_when_it_is_complete(server: Watched) -> None:
+def test_completed_host_copies_are_announced(server: Watched) -> None:
     request = server.start(PROMPT)["request"]
     server.finish(request)
     server.cache.check_hicache_events()

@@ -244,7 +244,7 @@ class FakeEvent:
         return end.at - self.at
 
 
-def test_times_of_a_gpu_are_read_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_times_are_read_when_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeEvent] = []
 
     def event() -> FakeEvent:

@@ -36,12 +36,12 @@ def agents(active: int, visits: int) -> tuple[list[Turn], int]:
     return turns, sum(list(ends.values())[-active:])
 
 
-def test_what_fits_hits() -> None:
+def test_working_set_that_fits_hits() -> None:
     turns, live = agents(50, 6)
     assert hits(turns, 3 * live) > 0.975
 
 
-def test_about_what_a_cache_may_expect_that_cannot_know_who_comes_next() -> None:
+def test_expected_hits_without_foresight() -> None:
     turns, live = agents(400, 5)
 
     def expected(tokens: int) -> float:
@@ -52,7 +52,7 @@ def test_about_what_a_cache_may_expect_that_cannot_know_who_comes_next() -> None
     assert 0.7 * expected(live // 4) < hits(turns, live // 4) < 1.1 * expected(live // 4)
 
 
-def test_twice_and_ten_times_what_fits_degrade_smoothly() -> None:
+def test_hits_degrade_smoothly_beyond_the_capacity() -> None:
     """The hit rate is about the fraction that fits, while LRU evicts conversations just before their next turn."""
     turns, live = agents(400, 5)
     assert hits(turns, live // 2) > 0.45
@@ -77,7 +77,7 @@ def test_path_hashes() -> None:
     assert not (path_hashes(blocks, None) == hashes).any()
 
 
-def test_new_conversations_get_in_where_old_ones_are_over() -> None:
+def test_new_conversations_replace_ended_ones() -> None:
     """Repeat the same load with new conversations: the first ones are never reused."""
     turns, live = agents(150, 5)
     simulation = Simulation(live // BLOCK, live // 2048, INTERVAL)
@@ -169,7 +169,7 @@ def test_ghosts_are_counted_once_and_forgotten_oldest_first() -> None:
     assert registry.ghost_hit([0]) == 0, "no ghost without a hash"
 
 
-def test_the_host_gets_the_most_valuable_snapshots_first_and_each_once() -> None:
+def test_most_valuable_snapshots_are_saved_first() -> None:
     registry = SnapshotRegistry(6)
     for slot in range(1, 7):
         registry.add(slot, slot * BLOCK, 0)

@@ -44,14 +44,14 @@ def run(server: TreeServer, keys: list[int], tail: int = 1, decode: int = 0) -> 
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_the_end_of_a_prompt_may_lie_in_the_chunk_before_the_last(chunk: int) -> None:
+def test_prompt_may_end_before_the_last_chunk(chunk: int) -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=chunk)
     run(server, list(range(10)), tail=44)
     assert run(server, list(range(10)), tail=44) == 10 * BLOCK
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 30])
-def test_a_prompt_on_the_grid_computes_its_last_block_again(chunk: int) -> None:
+def test_aligned_prompt_recomputes_its_last_block(chunk: int) -> None:
     """At least one token must be computed, so a second run of the same prompt resumes one block before its end. A
     longer prompt resumes at its end."""
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=chunk)
@@ -70,7 +70,7 @@ def test_long_prompts_leave_several_snapshots_in_one_step() -> None:
     assert run(server, [*range(9), 40]) == 8 * BLOCK, "the first branch already hits"
 
 
-def test_a_branch_point_gets_a_snapshot_of_its_own() -> None:
+def test_branch_point_gets_a_snapshot() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     run(server, list(range(10)))
     assert run(server, [*range(6), 40, 41]) == 0
@@ -78,7 +78,7 @@ def test_a_branch_point_gets_a_snapshot_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("tail", [127, 0, 1, 2, 3])
-def test_a_branch_point_keeps_its_snapshot_where_steps_overlap(tail: int) -> None:
+def test_branch_point_keeps_its_snapshot_with_overlap(tail: int) -> None:
     """The first decode step is planned before the result of the prefill is processed, which inserts its snapshots. That
     step must drop only snapshots of decode steps, wherever in a block the prompt ends."""
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
@@ -110,7 +110,7 @@ def test_a_retracted_request_resumes_from_its_rolling_snapshot() -> None:
     assert run(server, [1, 2, 3, 50, 50, 50], tail=5) == 6 * BLOCK
 
 
-def test_what_a_retracted_request_leaves_makes_room() -> None:
+def test_retraction_frees_blocks() -> None:
     server = TreeServer(blocks=10, snapshots=20, interval=30, chunk=30)
     first, second = started(server, [1, 2, 3]), started(server, [4, 5, 6])
     assert server.decode(first, 7) and server.decode(second, 8)
@@ -165,7 +165,7 @@ def test_the_step_past_the_end_leaves_nothing() -> None:
     assert run(server, [1, 2, 3, 50, 4], tail=5) == 4 * BLOCK
 
 
-def test_a_step_with_little_room_takes_the_end_of_the_prompt() -> None:
+def test_scarce_slots_prefer_the_prompts_end() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=2, chunk=30)
     request = server.admit(list(range(9)))
     assert request is not None
@@ -173,7 +173,7 @@ def test_a_step_with_little_room_takes_the_end_of_the_prompt() -> None:
     assert [length for length, _ in server.component.plan_prefill(request, room=1)] == [9 * BLOCK]
 
 
-def test_a_step_with_little_room_takes_the_branch_point_before_others() -> None:
+def test_scarce_slots_prefer_branch_points() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=2, chunk=30)
     run(server, [0, 1, 2, 3, 4, 20])
     server.press(0, 20)  # the blocks stay
@@ -290,7 +290,7 @@ def test_asking_for_live_slots_costs_no_snapshot() -> None:
     assert run(server, [1, 2, 3]) == 3 * BLOCK
 
 
-def test_what_is_evicted_is_freed_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing must not call `unique` on the slots to count blocks, because that synchronises with the device."""
     server = TreeServer(blocks=12, snapshots=20, interval=1, chunk=2)
     run(server, [1, 2, 3, 4])
@@ -301,7 +301,7 @@ def test_what_is_evicted_is_freed_without_waiting_for_the_device(monkeypatch: py
     server.check()
 
 
-def test_blocks_without_a_snapshot_go_first() -> None:
+def test_blocks_without_snapshot_are_evicted_first() -> None:
     server = TreeServer(blocks=12, snapshots=20, interval=30, chunk=30)
     run(server, [1, 2, 3, 4])
     run(server, [5, 6, 7, 8])
@@ -315,7 +315,7 @@ def test_blocks_without_a_snapshot_go_first() -> None:
 
 
 @pytest.mark.parametrize(("fewer", "count", "least"), [(0, 8, 12), (4, 12, 20)])
-def test_a_loop_over_more_than_fits_keeps_hitting_a_part(fewer: int, count: int, least: int) -> None:
+def test_oversized_loop_still_hits_partly(fewer: int, count: int, least: int) -> None:
     """LRU would miss every time. A loop over `fewer` conversations, all of which fit, comes first: the ones that return
     after their eviction count as ghost hits."""
     server = TreeServer(blocks=50, snapshots=40, interval=30, chunk=30)
@@ -339,7 +339,7 @@ def test_a_flush_empties_the_orders_of_eviction() -> None:
     assert [leaves.first()] == list(server.component.slots.nodes.values())
 
 
-def test_an_idle_server_spends_little_time_on_checks_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_checks_of_the_tree_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check detects a broken tree. The next check runs after a hundred times the duration of the last one."""
     server, now = TreeServer(blocks=64, snapshots=20), 1000.0
 
@@ -396,7 +396,7 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
     return hits
 
 
-def test_what_is_counted() -> None:
+def test_hits_losses_and_copies_are_counted() -> None:
     server = TreeServer(blocks=64, snapshots=3, interval=30, chunk=30)
     server.component.slots.snapshot_bytes = 10
     run(server, [1, 2, 3])
@@ -417,7 +417,7 @@ def test_what_is_counted() -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
+def test_random_steps_lose_no_block_or_slot() -> None:
     hits = 0
     for seed in range(12 * TIMES):
         rng = random.Random(seed)

@@ -47,7 +47,7 @@ def fill(state: StateStorage, slot: int, seed: int) -> None:
         (torch.bfloat16, 9, 138, 64, (44, 60)),
     ],
 )
-def test_a_state_goes_to_a_snapshot_and_back(
+def test_state_survives_a_snapshot(
     dtype: torch.dtype, draft_tokens: int, ring_rows: int, compressor_state_rows: int, kept: tuple[int, int]
 ) -> None:
     """`kept` holds the first of the four rows of the previous stream's k and of its z, for positions 124 .. 127 mod
@@ -117,7 +117,7 @@ class LateEvent:
         return 2000.0 * (end.at - self.at)
 
 
-def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_timer_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of events is bounded in processes that never read the timer. Only the first tensor-parallel process
     publishes its counters."""
     monkeypatch.setattr(copy_timer, "_event", LateEvent)
@@ -133,7 +133,7 @@ def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.Mon
     assert seen == [2.0] * (1000 - LateEvent.BEHIND // 2), "each block that is over counts once, in seconds"
 
 
-def test_bytes_are_those_allocated() -> None:
+def test_reported_bytes_equal_allocated_bytes() -> None:
     pool = make_pool()
     layout, tensors = pool.storage.layout, pool.storage.tensors
     allocated = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -234,7 +234,7 @@ def differing_rows(got: torch.Tensor, want: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_a_resumed_layer_writes_what_an_uninterrupted_one_writes(ratio: int) -> None:
+def test_resumed_layer_equals_an_uninterrupted_one(ratio: int) -> None:
     layer = ResumedLayer(ratio)
     for got, want in zip(layer.resumed(), layer.uninterrupted()):
         assert differing_rows(got, want) == []
@@ -251,7 +251,7 @@ def test_a_resumed_layer_writes_what_an_uninterrupted_one_writes(ratio: int) -> 
         ("a snapshot shared without a copy", [64], [64]),
     ],
 )
-def test_a_damaged_snapshot_damages_what_it_must(fault: str, entries: list[int], keys: list[int]) -> None:
+def test_damaged_snapshot_is_detected(fault: str, entries: list[int], keys: list[int]) -> None:
     layer = ResumedLayer(4)
     got, want = layer.resumed(fault), layer.uninterrupted()
     assert differing_rows(got[0], want[0]) == entries
@@ -259,7 +259,7 @@ def test_a_damaged_snapshot_damages_what_it_must(fault: str, entries: list[int],
 
 
 @pytest.mark.parametrize("fault", ["a slot not loaded", "the state at the end"])
-def test_the_window_of_a_resumed_request_comes_from_its_snapshot(fault: str) -> None:
+def test_resumed_window_comes_from_the_snapshot(fault: str) -> None:
     """The ring of a request that ran 20 tokens after the snapshot still holds 108 older rows."""
     layer = ResumedLayer(0)
     tables = layer.tables()

@@ -101,7 +101,7 @@ def test_an_answer_ends_with_a_snapshot(accepted: int, overlap: bool) -> None:
         assert 3 * BLOCK in verifying.server.component.slots.registry.length, tail
 
 
-def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
+def test_running_request_holds_two_snapshots() -> None:
     verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 4, overlap=True)
     request = verifying.admit([1], tail=BLOCK - 8)  # Passes no boundary in the first rounds.
     assert request is not None
@@ -116,7 +116,7 @@ def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_slot_that_comes_too_late_is_not_taken(overlap: bool) -> None:
+def test_late_slot_is_not_taken(overlap: bool) -> None:
     """The pool is full in the round that passes a boundary, and has space in the next."""
     verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 9, overlap)
     request = verifying.admit([1], tail=BLOCK - 7)  # Nine tokens pass the boundary by two.
@@ -144,7 +144,7 @@ OTHERS = st.tuples(st.sampled_from(["finish", "admit", "press", "keep back", "le
     st.integers(1, 8),
     st.lists(st.one_of(ROUNDS, ROUNDS, OTHERS), min_size=5, max_size=40),
 )
-def test_what_counts_as_written_is_written(
+def test_recorded_snapshots_hold_their_state(
     draft_tokens: int, overlap: bool, snapshots: int, steps: list[tuple[int | str, int | list[int]]]
 ) -> None:
     """Every state in the tree, and every state that a request holds at a length that it has passed, is the state of
@@ -174,7 +174,7 @@ def test_what_counts_as_written_is_written(
 
 
 @pytest.mark.parametrize(("mode", "gets"), [(ForwardMode.EXTEND, True), (ForwardMode.TARGET_VERIFY, False)])
-def test_a_verify_step_does_not_get_the_plan_of_a_prefill(mode: ForwardMode, gets: bool) -> None:
+def test_verify_step_gets_no_prefill_plan(mode: ForwardMode, gets: bool) -> None:
     """The batch still has the plan of the prefill that it was before."""
     backend, table = snapshot_schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
     batch = SimpleNamespace(forward_mode=mode, **{snapshot_schedule.TABLE: table})

@@ -210,7 +210,7 @@ def test_make_test_serves_from_four_files() -> None:
     assert fast == {"test_server_exact.py", "test_server_fp8_prefix.py", "test_server_gpu.py", "test_server_tp.py"}
 
 
-def test_packages_import_in_the_order_of_the_architecture_page() -> None:
+def test_packages_import_in_page_order() -> None:
     """A package imports only from packages above it in docs/design/architecture.md, which lists them all."""
     page = (ROOT / "docs" / "design" / "architecture.md").read_text()
     order = re.findall(r"^- `dsv4_sglang/(\w+)`:", page, re.MULTILINE)
@@ -243,7 +243,7 @@ def imports_from_below(order: list[str], package: str, source: str) -> list[str]
     return sorted(found.intersection(later))
 
 
-def test_packages_of_srt_import_in_the_order_of_the_architecture_page() -> None:
+def test_srt_packages_import_in_page_order() -> None:
     """This applies to imports inside functions and for type checking, and to modules that are named in strings."""
     srt = ROOT / "dsv4_sglang" / "srt"
     page = (ROOT / "docs" / "design" / "architecture.md").read_text()

@@ -40,7 +40,7 @@ def build_wheel(out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return wheel
 
 
-def test_a_pure_wheel_has_the_sources_and_is_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pure_wheel_is_complete_and_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheels = [build_wheel(tmp_path / name, monkeypatch) for name in ("first", "second")]
     assert wheels[0].name == f"dsv4_sglang-{dsv4_sglang.__version__}-py3-none-any.whl"
     assert wheels[0].read_bytes() == wheels[1].read_bytes()
@@ -51,7 +51,7 @@ def test_a_pure_wheel_has_the_sources_and_is_reproducible(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("recipe", ["cpu", "cuda"])
-def test_setup_takes_no_other_python_than_the_one_that_is_named(recipe: str, tmp_path: Path) -> None:
+def test_setup_uses_the_named_python(recipe: str, tmp_path: Path) -> None:
     """An unsuitable PYTHON was skipped in silence."""
     old = tmp_path / "python3.9"
     old.write_text("#!/bin/sh\nexit 1\n")

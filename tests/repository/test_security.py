@@ -68,7 +68,7 @@ def test_the_environment_is_what_the_page_lists() -> None:
     assert found == set(re.findall(r"`([A-Z][A-Z0-9_]+)`", listed))
 
 
-def test_who_writes_files() -> None:
+def test_only_listed_modules_write_files() -> None:
     found = set()
     for module in MODULES:
         for called, call in calls(module):

@@ -93,7 +93,7 @@ def assert_predicted(
     assert server.generate(ids, 4, **fields).cached == (predicted if cached is None else cached)
 
 
-def test_a_router_believes_what_is_found(server: Server, router: Router) -> None:
+def test_router_predicts_hits(server: Server, router: Router) -> None:
     """The prediction equals the hit for new, repeated and continued prompts."""
     first = prompt(700, seed=1)
     assert_predicted(server, router, first, 0)
@@ -103,7 +103,7 @@ def test_a_router_believes_what_is_found(server: Server, router: Router) -> None
     assert router.settled(server).blocks["GPU"]
 
 
-def test_a_branch_is_found_once_its_snapshot_is_there(server: Server, router: Router) -> None:
+def test_branch_is_announced_with_its_snapshot(server: Server, router: Router) -> None:
     """Before a branch has its own snapshot, the prediction is too high by less than the distance to the previous
     one."""
     trunk = prompt(900, seed=3)

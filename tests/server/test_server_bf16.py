@@ -47,7 +47,7 @@ def test_batch_of_16(server: Server, alone: dict[int, Generated]) -> None:
         assert_same(got, alone[n], SAME)
 
 
-def test_warm_answers_are_as_cold_ones_but_for_rounding(server: Server) -> None:
+def test_warm_answers_equal_cold_up_to_rounding(server: Server) -> None:
     """Warm answers equal cold ones up to rounding, for branches around a block boundary and after a decoded turn.
 
     Scores are teacher-forced. Each branch is requested twice. The cold answers are computed in one step.

@@ -85,7 +85,7 @@ def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("kind", ["the last block stays behind", "the slot stays behind"])
-def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, plugin: Path, kind: str) -> None:
+def test_missing_transfers_are_detected(servers: Disaggregated, oracle: Oracle, plugin: Path, kind: str) -> None:
     ids = prompt(330, seed=4)
     with broken(plugin, kind):
         wrong = servers.generate(ids, GENERATED)

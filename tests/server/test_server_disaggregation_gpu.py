@@ -104,7 +104,7 @@ def test_next_turns_and_branches(servers: Disaggregated, check: Callable[[Asked]
 
 @only("fp8")
 @pytest.mark.parametrize("kind", ["the last block stays behind", "the slot stays behind"])
-def test_what_stays_behind_shows(
+def test_missing_transfers_are_detected(
     servers: Disaggregated, check: Callable[[Asked], None], plugin: Path, kind: str
 ) -> None:
     ids = prompt(250, seed=13)

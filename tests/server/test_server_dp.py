@@ -37,7 +37,7 @@ CUDA_LAYERS = True
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 
 
-def test_the_other_rank_is_idle(server: Server, oracle: Oracle) -> None:
+def test_requests_beside_an_idle_rank(server: Server, oracle: Oracle) -> None:
     for rank in RANKS:
         ids = prompt(300, seed=rank)
         assert_oracle_chooses(oracle, ids, server.generate(ids, 12, **on_rank(rank)), TOLERANCE)

@@ -38,7 +38,7 @@ def test_two_processes_a_rank(server: Server, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("kind", ["experts see tokens of one rank", "padding owns a request's slot"])
-def test_a_broken_rank_shows(server: Server, oracle: Oracle, plugin: Path, kind: str) -> None:
+def test_broken_rank_is_detected(server: Server, oracle: Oracle, plugin: Path, kind: str) -> None:
     with broken(plugin, kind), pytest.raises(AssertionError):
         assert_burst(server, oracle, ASKED, seed=60, tolerance=TOLERANCE)
     server.flush()

@@ -48,7 +48,7 @@ def distance(ours: Sequence[tuple[int, Tensor]], theirs: Sequence[tuple[int, Ten
     return float(sum(same) / len(same))
 
 
-def test_the_draft_models_rings_come_back(server: Server, plugin: Path, name: str) -> None:
+def test_hits_restore_the_draft_models_rings(server: Server, plugin: Path, name: str) -> None:
     """Drafts after hits on device and host are as in cold steps; without the ring the distance is several times as
     large."""
     prompts = [prompt(LENGTH, seed=300 + i) for i in range(COUNT)]

@@ -136,7 +136,7 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
     assert "rings of 4 layers and 3 of the draft model" in table
 
 
-def test_what_is_rejected_a_request_at_a_time(server: Server) -> None:
+def test_unsupported_requests_are_rejected_singly(server: Server) -> None:
     with pytest.raises(RequestError) as error:
         server.post("/generate", greedy(prompt(5), 4, sampling_params={"temperature": 0.5}))
     assert error.value.code == 400 and "temperature 0" in error.value.text

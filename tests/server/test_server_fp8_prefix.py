@@ -44,17 +44,13 @@ def asked(server: Server) -> list[tuple[list[int], Generated]]:
     return answers
 
 
-def test_warm_answers_are_as_cold_ones_but_for_rounding(
-    server: Server, asked: list[tuple[list[int], Generated]]
-) -> None:
+def test_warm_answers_equal_cold_up_to_rounding(server: Server, asked: list[tuple[list[int], Generated]]) -> None:
     apart = [against_cold(server, ids, got) for ids, got in asked]
     each = [f"{len(ids)} tokens, {got.cached} cached: {d.mean():.4f}" for (ids, got), d in zip(asked, apart)]
     assert torch.cat(apart).mean() <= NOISE, each
 
 
-def test_warm_answers_are_no_further_from_fp32_than_the_format(
-    oracle: Oracle, asked: list[tuple[list[int], Generated]]
-) -> None:
+def test_warm_answers_are_within_the_formats_error(oracle: Oracle, asked: list[tuple[list[int], Generated]]) -> None:
     assert_as_near_as_the_format(oracle, [(ids, got) for ids, got in asked if len(ids) < 400])  # the oracle is slow
 
 

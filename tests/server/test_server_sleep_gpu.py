@@ -66,7 +66,7 @@ def resume(server: Server, *tags: str) -> int:
     return before - free_bytes()
 
 
-def test_what_is_given_back(server: Server, name: str, table: int) -> None:
+def test_released_bytes_equal_the_table(server: Server, name: str, table: int) -> None:
     """A release frees the table's bytes; the first one also frees memory cached by torch and of prefill steps."""
     server.generate(prompt(4000), 20)
     server.wait_idle()

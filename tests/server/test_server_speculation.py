@@ -119,9 +119,7 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Compare) -> N
     server.wait_idle()
 
 
-def test_a_snapshot_without_the_draft_models_ring_shows(
-    server: Server, oracle: Oracle, apart: Compare, plugin: Path
-) -> None:
+def test_missing_draft_ring_is_detected(server: Server, oracle: Oracle, apart: Compare, plugin: Path) -> None:
     """A snapshot without the draft model's ring changes the drafts, but neither tokens nor the acceptance length."""
     ids, found = prompt(390, seed=40), []
     with broken(plugin, "snapshots without the draft model's ring"):

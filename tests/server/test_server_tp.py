@@ -142,7 +142,7 @@ def test_the_command_names_what_is_wrong(server: Server, plugin: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_kernel_that_fails_in_one_process_ends_both(server: Server, plugin: Path) -> None:
+def test_failing_kernel_ends_both_processes(server: Server, plugin: Path) -> None:
     """A failing kernel in one process ends both immediately, without SGLang's wait of a minute for a GPU core dump."""
     running_one = server.begin(prompt(30), 900, 2)
     with ends(server), broken(plugin, "a kernel fails"), pytest.raises(BROKEN_OFF):

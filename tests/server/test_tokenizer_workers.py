@@ -61,7 +61,7 @@ def test_without_a_prefix_cache(server: Server, oracle: Oracle) -> None:
     assert got.cached == 0 and server.generate(ids, 8) == got
 
 
-def test_a_scheduler_that_ends_takes_all_along(server: Server) -> None:
+def test_ended_scheduler_ends_all_workers(server: Server) -> None:
     """If the scheduler is killed, all workers exit; SGLang's supervisor of the workers would ignore the signal."""
     with ends(server) as processes:
         (scheduler,) = schedulers(processes)

@@ -164,7 +164,7 @@ def test_requests_of_a_manager() -> None:
     assert cache.admit_request() == first, "the second request keeps its slot"
 
 
-def test_a_released_slot_comes_before_one_that_was_never_used() -> None:
+def test_released_slots_are_reused_first() -> None:
     cache = manager(requests=4)
     for _ in range(3):
         cache.admit_request()

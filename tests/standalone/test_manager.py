@@ -64,7 +64,7 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
     )
 
 
-def test_one_token_of_each_request_is_a_decode_step() -> None:
+def test_one_token_each_is_a_decode_step() -> None:
     manager = make_manager(**EXACT)
     slots = ints(manager.admit_request(), manager.admit_request())
     for counts, is_decode in (([1, 1], True), ([2, 2], False), ([2, 1], False), ([1, 3], False)):
@@ -75,7 +75,7 @@ def test_one_token_of_each_request_is_a_decode_step() -> None:
 
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
 @pytest.mark.parametrize("first", [1, 130])
-def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, first: int, hca_state: str) -> None:
+def test_reused_slot_hides_its_last_owner(device: torch.device, first: int, hca_state: str) -> None:
     """A reused slot exposes no data of its previous owner (SPEC 3.8). The slot is filled with NaN in between, so the
     test does not rely on clearing."""
     manager = make_manager(device, slots=1, blocks=3, hca_state=hca_state, **EXACT)

@@ -211,7 +211,7 @@ def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[
         check(request, **EXACT)
 
 
-def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) -> None:
+def test_recorded_step_skips_unwritable_tokens(device: torch.device) -> None:
     """A skipped token has no effect, like padding. One error reports it afterwards, and other requests are
     unaffected. Of two requests in one slot the second is skipped."""
     manager = make_manager(device, blocks=4, **EXACT)

@@ -117,9 +117,7 @@ def test_routers_choose_by_a_wide_margin(oracle: Oracle, prompt: list[int]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "heads"), [(0, 64), (1, 16)])
-def test_bf16_rows_move_logprobs_little_and_a_wrong_entry_much(
-    tmp_path: Path, prompt: list[int], seed: int, heads: int
-) -> None:
+def test_wrong_entry_moves_logprobs_beyond_rounding(tmp_path: Path, prompt: list[int], seed: int, heads: int) -> None:
     """Test 64 heads, as the released models have, and 16 heads, as most server tests use."""
     oracle = Oracle(make_tiny(tmp_path / "tiny", TinySpec(seed=seed, heads=heads)))
     target = torch.tensor(prompt[1:])[:, None]
@@ -250,7 +248,7 @@ def test_v41_has_every_kind_of_layer(tiny_v41: Path) -> None:
     assert all(torch.equal(t.float(), t.bfloat16().float()) for t in tensors.values())
 
 
-def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
+def test_v41_reveals_lost_entries_beyond_rounding(
     tiny_v41: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losing 8 of a layer's 300 entries moves log p further than rounding noise does.
