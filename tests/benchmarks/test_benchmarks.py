@@ -153,7 +153,7 @@ def test_ids_form_runs_of_exactly_their_length() -> None:
         assert all(sorted(side) == list(range(512)) for side in ids.tolist())
 
 
-def test_sglangs_pools_have_pieces_of_equal_blocks() -> None:
+def test_pieces_of_sglangs_pools_are_counted() -> None:
     bench = move.Bench(report.parser("x").parse_args([]))
     pieces = move_in_tree.pieces_of(bench.block_bytes)
     assert pieces == {32 * 584: 21, 32 * 72: 21, 592: 20}
