@@ -115,9 +115,7 @@ def test_one_layer_is_restored_alone(device: torch.device) -> None:
         ([0, 1], [0], "2 blocks and 1 host rows"),
     ],
 )
-def test_missing_blocks_are_not_copied(
-    to_host: bool, blocks: list[int], rows: list[int], message: str
-) -> None:
+def test_missing_blocks_are_not_copied(to_host: bool, blocks: list[int], rows: list[int], message: str) -> None:
     pools = make_pools(torch.device("cpu"))
     host = HostBlockPool(pools, BLOCKS)
     before, at_host = all_bytes(pools), host.rows.clone()

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from reference.quantise import round_e2m1
 from support.layer import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention, relative
 
-from benchmarks.reference.quantise import round_e2m1
 from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys, kv_entries
 from dsv4_sglang.ops.rope import rope_table
 

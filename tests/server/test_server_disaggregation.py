@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.oracle import Oracle
 from support.disaggregation import Disaggregated, a_pair, by, long_timeouts, needs
 from support.faulty_cache import HOLDING
 from support.liveness import Progress
@@ -31,7 +32,6 @@ from support.server import (
 from support.server_plugin import broken
 
 from benchmarks import ports
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = [pytest.mark.server, pytest.mark.full]

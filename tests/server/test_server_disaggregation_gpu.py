@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.oracle import Oracle
 from support.disaggregation import Disaggregated, a_pair, by, needs
 from support.server import DRAFTS, RETRACTABLE, Generated, assert_near, greedy, only, prompt
 from support.server_plugin import broken
-
-from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 

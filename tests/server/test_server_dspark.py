@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.dspark import DSpark
+from reference.oracle import Oracle
 from support.recorded_drafts import recorded
 from support.server import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
 
-from benchmarks.reference.dspark import DSpark
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import GPUS

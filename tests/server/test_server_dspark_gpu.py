@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.oracle import KVFormat, Oracle
 from support.server import (
     CHUNK,
     Server,
@@ -20,8 +21,6 @@ from support.server import (
     greedy,
     prompt,
 )
-
-from benchmarks.reference.oracle import KVFormat, Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 

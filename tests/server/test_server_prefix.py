@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.oracle import Oracle
 from support.server import (
     ATTEMPTS,
     FP32,
@@ -22,8 +23,6 @@ from support.server import (
     prompt,
 )
 from support.server_plugin import broken
-
-from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 

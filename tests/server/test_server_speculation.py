@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from reference.nextn import NextN
+from reference.oracle import Oracle
 from support.recorded_drafts import recorded
 from support.server import (
     DRAFTS,
@@ -25,8 +27,6 @@ from support.server import (
 from support.server_plugin import broken
 from transformers import DynamicCache
 
-from benchmarks.reference.nextn import NextN
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]

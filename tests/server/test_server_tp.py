@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
+from reference.oracle import Oracle
 from support.faulty_cache import LAUNCH_ERROR
+from support.lifecycle import Driver, Shape, Wrong
 from support.server import (
     BROKEN_OFF,
     FP32,
@@ -24,8 +26,6 @@ from support.server import (
 from support.server_plugin import broken
 from typer.testing import CliRunner, Result
 
-from benchmarks.lifecycle import Driver, Shape, Wrong
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]

@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 import pytest
+from reference.oracle import Oracle
 from support.liveness import Progress
 from support.server import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
 
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = [pytest.mark.server, pytest.mark.full]

@@ -25,16 +25,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from reference.oracle import Oracle
+from reference.oracle_v41 import OracleV41
 
 from benchmarks import ports
-from benchmarks.lifecycle import Driver, Shape, play
-from benchmarks.reference.oracle import Oracle
-from benchmarks.reference.oracle_v41 import OracleV41
 from dsv4_sglang.cli.client import samples
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command
 from dsv4_sglang.srt.prefix_cache.metrics import PREFIX
 from support import server_forkserver
+from support.lifecycle import Driver, Shape, play
 from support.liveness import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 
 # On a machine with a GPU all servers of the tests use it.

@@ -14,9 +14,9 @@ from uuid import uuid4
 
 import pytest
 import torch
+from reference.oracle import Oracle
 from torch import Tensor
 
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 from support.scheduler import Answer, Asked, Child, InProcess, child
 
