@@ -238,7 +238,7 @@ def test_top(server: Server) -> None:
     assert shown.exit_code == 0, shown.output
     assert server.url in shown.output
     found, tokens = server.metrics(), server.metrics("sglang:kv_")
-    lines = dict(re.split("  +", line, maxsplit=1) for line in shown.output.splitlines())
+    lines = dict(re.split("  +", line.rstrip(), maxsplit=1) for line in shown.output.splitlines())
     assert f", {scaled(found['hit_tokens_host'])} host," in lines["tokens hit"]
     assert lines["snapshots"].endswith(f"  {found['snapshots']:.0f} of 6")
     assert lines["host loads"].startswith(f"{found['host_load_seconds_count']:,.0f}, mean ")
