@@ -681,6 +681,7 @@ def test_a_snapshot_keeps_its_history_when_it_moves() -> None:
         ) == before
         assert registry.previous[to] == 1 and registry.previous[3] == to
         assert registry.in_registry[to] and not registry.in_registry[place]
+        assert registry.copies.is_saved(to) == (to <= registry.capacity), "the host keeps the copy of a loaded snapshot"
     registry.remove(4)
     assert registry.previous[3] == 1 and registry.in_registry.sum() == 2
     with pytest.raises(ValueError, match="cannot move"):

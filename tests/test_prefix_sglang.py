@@ -256,7 +256,7 @@ def test_nothing_of_a_request_stays_after_its_end() -> None:
     assert getattr(request, PENDING) is None and getattr(request, WAITING) is None
     slots = server.component.slots
     assert slots.available_size() + len(slots.nodes) == slots.num_slots
-    with pytest.raises(ValueError, match="21 slots are free of 20"):
+    with pytest.raises(ValueError, match="1 is freed, but it is not allocated"):
         slots.give_back([1] * (21 - slots.available_size()))
 
 
