@@ -158,16 +158,16 @@ class EvictionPolicy:
         # Snapshots of the last search that only a running copy to the host locks become evictable when the copy ends.
         copying = (self._next_evicted & registry.copies.saved())[: len(here)] & (locks > 0)
         free = here & ((locks == 0) | copying)
-        going: dict[int, None] = {}
+        leaving: dict[int, None] = {}
         reuse_interval = self.reuse_interval(len(here))
         if slots > 0:
             score = reuse_interval / np.maximum(self.recompute_cost(len(here)), 1e-9)
             order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)
-            going.update(dict.fromkeys(order.tolist()))
+            leaving.update(dict.fromkeys(order.tolist()))
         if tokens > 0:
             ends = self._ends_to_evict(here, free, reuse_interval, tokens, most)
-            going.update(dict.fromkeys(islice(ends, most)))
-        return list(going)
+            leaving.update(dict.fromkeys(islice(ends, most)))
+        return list(leaving)
 
     def _ends_to_evict(
         self, here: np.ndarray, free: np.ndarray, reuse_interval: np.ndarray, tokens: int, most: int
