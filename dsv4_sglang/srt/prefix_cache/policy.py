@@ -221,7 +221,7 @@ class EvictionPolicy:
         return np.where(self.duplicates(), -value, value)
 
     def duplicates(self) -> np.ndarray:
-        """Return by number whether the host has a copy of a snapshot that the device keeps, bool."""
+        """Return a bool column by number: True if the host has a copy of a snapshot that the device keeps."""
         return self.registry.copies.saved() & ~self._next_evicted
 
     def on_host(self, values: np.ndarray, below: float = np.inf) -> Iterator[int]:
