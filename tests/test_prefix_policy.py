@@ -176,11 +176,11 @@ def test_the_host_gets_the_most_valuable_snapshots_first_and_each_once() -> None
     for slot in range(1, 7):
         registry.add(slot, slot * BLOCK, 0)
     for slot in range(1, 6):
-        registry.copies.apply(CopyEvent.NEED, slot)
-    registry.copies.apply(CopyEvent.DEFER, 4)
-    registry.copies.apply(CopyEvent.SAVE, 5)
+        registry.note_copy(CopyEvent.NEED, slot)
+    registry.note_copy(CopyEvent.DEFER, 4)
+    registry.note_copy(CopyEvent.SAVE, 5)
     assert registry.policy.to_save() == [3, 2, 1]
-    registry.copies.apply(CopyEvent.DEFER, 2)
+    registry.note_copy(CopyEvent.DEFER, 2)
     assert registry.policy.to_save() == [3, 1]
 
 
