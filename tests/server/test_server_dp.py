@@ -5,9 +5,11 @@ Every rank has its own requests, blocks, state slots and prefix tree. Experts ar
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from reference.oracle import Oracle
-from server_harness import (
+from support.server import (
     FP32,
     Server,
     assert_burst,
@@ -22,8 +24,9 @@ from server_harness import (
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
+from dsv4_sglang.cli.top import scaled
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 RANKS = (0, 1)
@@ -37,7 +40,7 @@ CUDA_LAYERS = True
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 
 
-def test_the_other_rank_is_idle(server: Server, oracle: Oracle) -> None:
+def test_requests_beside_an_idle_rank(server: Server, oracle: Oracle) -> None:
     for rank in RANKS:
         ids = prompt(300, seed=rank)
         assert_oracle_chooses(oracle, ids, server.generate(ids, 12, **on_rank(rank)), TOLERANCE)
@@ -73,13 +76,15 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     assert [server.metrics(rank=rank)["hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
 
 
-def test_top_has_a_column_for_each_rank(server: Server) -> None:
-    shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "120"})
+def test_top_shows_each_rank_and_the_sum(server: Server) -> None:
+    for rank in RANKS:
+        server.generate(prompt(20, seed=8), 1, **on_rank(rank))
+    shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.output
-    columns = {line[:24].strip(): line[24:].split() for line in shown.output.splitlines()}
-    assert "rank 0" in shown.output and "rank 1" in shown.output
-    hits = [f"{server.metrics(rank=rank)['hit_tokens_device']:,.0f}" for rank in RANKS]
-    assert columns["tokens hit, device"] == hits
+    found = [server.metrics(rank=rank) for rank in RANKS]
+    shares = [f"{100 * of['hit_tokens'] / of['prompt_tokens']:.1f} %" for of in found]
+    assert re.findall(r"rank \d  \S+  ([\d.]+ %), ", shown.output) == shares
+    assert f"{scaled(sum(of['hit_tokens_device'] for of in found))} device," in shown.output
 
 
 def test_retraction_on_one_rank(server: Server, oracle: Oracle) -> None:
