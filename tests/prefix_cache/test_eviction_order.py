@@ -141,11 +141,11 @@ def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows
     for _ in range(60 * TIMES):
         for _ in range(5):
             of.change()
-        if unsaved := [
-            n for n in range(1, CAPACITY + 1) if registry.in_registry[n] and not registry.copies.is_saved(n)
-        ]:
-            registry.note_copy(CopyEvent.SAVE, rng.choice(unsaved))
-        registry.policy.mark_next_evicted(registry.policy.next_evicted(0, rng.randrange(4)))
+        registry.policy.mark_next_evicted(leaving := registry.policy.next_evicted(0, rng.randrange(4)))
+        # The copy of a snapshot that leaves next is no duplicate, from the moment when it is made.
+        for number in {*leaving, of.one(lambda n: bool(registry.in_registry[n]), DEVICE)} - {0}:
+            if not registry.copies.is_saved(number):
+                registry.note_copy(CopyEvent.SAVE, number)
         copied = registry.copies.saved() | (np.arange(registry.size) > CAPACITY)
         on_host = np.flatnonzero(registry.in_registry & copied).tolist()
         values, below = host_values(registry, for_rows), rng.choice([0, *on_host])
