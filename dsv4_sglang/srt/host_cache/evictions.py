@@ -77,7 +77,8 @@ class HostEvictionOrder:
     def _sorted(self) -> Iterator[tuple[float, int]]:
         """Yield values and snapshots, smallest first."""
         yield from self._first
-        order, seen, count = self._policy.host_order(for_rows=self._for_rows), set[int](), READ_AT_FIRST
+        order = self._policy.host_rows if self._for_rows else self._policy.host_blocks
+        seen, count = set[int](), READ_AT_FIRST
         # The order is read in parts, because evictions change it.
         while part := [entry for entry in self._read(order, count) if entry[1] not in seen]:
             for value, number in part:

@@ -51,7 +51,7 @@ class EvictionPolicy:
         # Snapshots in device slots that may be evicted for their slot, by eviction score.
         self._for_slots = EvictionOrder()
         # Copies on the host that are no duplicates, by eviction score and by reuse interval.
-        self._host_rows, self._host_blocks = EvictionOrder(), EvictionOrder()
+        self.host_rows, self.host_blocks = EvictionOrder(), EvictionOrder()
         # Result of the last search for the snapshots that the device evicts next (`mark_next_evicted`).
         self._next_evicted = np.zeros(registry.size, dtype=bool)
 
@@ -108,14 +108,14 @@ class EvictionPolicy:
         for_slot = here and number <= registry.capacity and not registry.locks[number]
         by_score = self._entry(number, self._cost(number)) if for_slot or on_host else None
         yield self._for_slots, by_score if for_slot else None
-        yield self._host_rows, by_score if on_host else None
-        yield self._host_blocks, self._entry(number, 1.0) if on_host else None
+        yield self.host_rows, by_score if on_host else None
+        yield self.host_blocks, self._entry(number, 1.0) if on_host else None
 
     def forget(self, number: int) -> None:
         """Drop a number that no longer denotes a snapshot from all orders."""
         self._next_evicted[number] = False
         self.leaves.drop(number)
-        for order in (self._for_slots, self._host_rows, self._host_blocks):
+        for order in (self._for_slots, self.host_rows, self.host_blocks):
             order.drop(number)
 
     def at_leaf(self, number: int, at_leaf: bool) -> None:
@@ -128,7 +128,7 @@ class EvictionPolicy:
     def misplaced(self) -> Iterator[int]:
         """Yield the snapshots whose place in an eviction order is not that of their columns, for the integrity
         audit."""
-        orders = (self.leaves, self._for_slots, self._host_rows, self._host_blocks)
+        orders = (self.leaves, self._for_slots, self.host_rows, self.host_blocks)
         listed = {number for order in orders for number in order.entries}
         for number in sorted(listed | set(np.flatnonzero(self.registry.in_registry).tolist())):
             at_leaf = self.leaves.entries.get(number)
@@ -224,11 +224,6 @@ class EvictionPolicy:
     def duplicates(self) -> np.ndarray:
         """Return a bool column by number: True if the host has a copy of a snapshot that the device keeps."""
         return self.registry.copies.saved() & ~self._next_evicted
-
-    def host_order(self, *, for_rows: bool) -> EvictionOrder:
-        """Return the snapshots with a copy on the host that is no duplicate, in the order of `eviction_score` if rows
-        of snapshots are needed, of `reuse_interval` if blocks are."""
-        return self._host_rows if for_rows else self._host_blocks
 
     def entry(self, number: int, *, for_rows: bool) -> Entry:
         """Return the element of `eviction_score`, or of `reuse_interval`, for one snapshot."""
