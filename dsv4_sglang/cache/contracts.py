@@ -1,10 +1,10 @@
 """Contracts of the parts of the cache: who calls a method, what it changes, and when its result is valid.
 
-    BlockPool      memory of compressed entries and index keys of one layer, in blocks that requests share
-    StateSlots     memory of windows and compressor states: slots of running requests, and snapshots
-    SnapshotPool   which snapshot slots are free, and which snapshot a tree node has
-    PrefixCache    blocks and snapshots of finished tokens, in SGLang's radix tree
-    HostCache      copies of both in host memory
+    BlockPool             memory of compressed entries and index keys of one layer, in blocks that requests share
+    StateSlots            memory of windows and compressor states: slots of running requests, and snapshots
+    SnapshotPool          which snapshot slots are free, and which snapshot a tree node has
+    PrefixCacheContract   blocks and snapshots of computed tokens, in SGLang's radix tree
+    HostCacheContract     copies of both in host memory
 
 No method waits for the device, unless it says so. Copies are ordered by streams: a method that starts a copy returns
 before the copy has run, and a later step or copy on the same stream sees its result.

@@ -42,7 +42,7 @@ class FreeList:
         """Free ids. Raise ValueError for an id that is not allocated."""
         for number in numbers:
             if not 0 <= number - self._first < len(self._is_free) or self.is_free(number):
-                raise ValueError(f"{number} is freed, but it is not allocated")
+                raise ValueError(f"{number} is freed, but it is not allocated (freed twice?)")
             self._is_free[number - self._first] = True
             self._free.append(number)
 

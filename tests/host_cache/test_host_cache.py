@@ -680,6 +680,7 @@ def test_a_snapshot_keeps_its_history_when_it_moves() -> None:
         ) == before
         assert registry.previous[to] == 1 and registry.previous[3] == to
         assert registry.in_registry[to] and not registry.in_registry[place]
+        assert registry.copies.is_saved(to) == (to <= registry.capacity), "the host keeps the copy of a loaded snapshot"
     registry.remove(4)
     assert registry.previous[3] == 1 and registry.in_registry.sum() == 2
     with pytest.raises(ValueError, match="cannot move"):
@@ -699,7 +700,7 @@ def registry_of(lengths: dict[int, int]) -> SnapshotRegistry:
     for slot, length in lengths.items():
         registry.tick()
         registry.add(slot, length, 0)
-        registry.copies.apply(CopyEvent.NEED, slot)
+        registry.note_copy(CopyEvent.NEED, slot)
     registry.tick()
     return registry
 
@@ -716,7 +717,7 @@ def test_duplicates_of_the_device_are_evicted_first() -> None:
     for at, slot in enumerate((5, 6)):
         registry.move(slot, row(at))
     for slot in (1, 2, 3, 4):
-        registry.copies.apply(CopyEvent.SAVE, slot)
+        registry.note_copy(CopyEvent.SAVE, slot)
     policy = registry.policy
     assert policy.to_save() == []
     assert search(registry, 0, 2) == [4, 3] and policy.lowest_value(needed=True, saves=0) == 4
@@ -743,13 +744,13 @@ def test_order_of_eviction_candidates() -> None:
     registry.lock(1)
     assert search(registry, 1, 0) == [1, 2]
     for slot in (2, 3, 4):
-        registry.copies.apply(CopyEvent.SAVE, slot)
+        registry.note_copy(CopyEvent.SAVE, slot)
     # The copy of the next one is no duplicate. The device keeps 4 longest.
     assert list(HostEvictionOrder(registry.policy, for_rows=False, below=0)) == [4, 3, 2]
     registry.lock(2)  # locked by its copy
     assert search(registry, 1, 0) == [1, 2], "it frees its blocks when the copy ends"
     registry.policy.mark_next_evicted([])
     assert search(registry, 1, 0) == [1, 2, 4], "it is locked by a request"
-    registry.copies.apply(CopyEvent.SAVE, 1)
+    registry.note_copy(CopyEvent.SAVE, 1)
     # A copy is no duplicate while a request holds the snapshot.
     assert list(HostEvictionOrder(registry.policy, for_rows=False, below=0)) == [3, 1, 2, 4]

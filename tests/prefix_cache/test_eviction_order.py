@@ -12,9 +12,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from support.eviction_scan import check_next_slot, check_sizes, priority
 from support.prefix_tree import BLOCK, TIMES, TreeServer, without_a_server
 
+from dsv4_sglang.srt.host_cache import evictions
 from dsv4_sglang.srt.host_cache.evictions import HostEvictionOrder
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
-from dsv4_sglang.srt.prefix_cache import policy as policy_module
 from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
@@ -122,27 +122,33 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
             of.renumbered.clear()
             for number in expected:
                 if of.rng.random() < 0.5 and not registry.copies.is_saved(number):
-                    registry.copies.apply(CopyEvent.SAVE, number)
+                    registry.note_copy(CopyEvent.SAVE, number)
     assert len(seen) == 9
 
 
+def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
+    """Return the value of the host copy of each snapshot. Duplicates of what the device keeps have negative ones."""
+    value = 1 / (registry.policy.eviction_score() if for_rows else registry.policy.reuse_interval())
+    return np.where(registry.policy.duplicates(), -value, value)
+
+
 @pytest.mark.parametrize("for_rows", [False, True])
-def test_the_host_evicts_in_the_order_of_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool) -> None:
+def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool) -> None:
     """The order is sorted in parts, and ends of paths are inserted meanwhile."""
-    monkeypatch.setattr(policy_module, "SORTED_AT_FIRST", 2)
+    monkeypatch.setattr(evictions, "READ_AT_FIRST", 2)
     of, longest = RandomRegistry(1), 0
     registry, rng = of.registry, of.rng
     for _ in range(60 * TIMES):
         for _ in range(5):
             of.change()
-        if unsaved := [
-            n for n in range(1, CAPACITY + 1) if registry.in_registry[n] and not registry.copies.is_saved(n)
-        ]:
-            registry.copies.apply(CopyEvent.SAVE, rng.choice(unsaved))
-        registry.policy.mark_next_evicted(registry.policy.next_evicted(0, rng.randrange(4)))
+        registry.policy.mark_next_evicted(leaving := registry.policy.next_evicted(0, rng.randrange(4)))
+        # The copy of a snapshot that leaves next is no duplicate, from the moment when it is made.
+        for number in {*leaving, of.one(lambda n: bool(registry.in_registry[n]), DEVICE)} - {0}:
+            if not registry.copies.is_saved(number):
+                registry.note_copy(CopyEvent.SAVE, number)
         copied = registry.copies.saved() | (np.arange(registry.size) > CAPACITY)
         on_host = np.flatnonzero(registry.in_registry & copied).tolist()
-        values, below = registry.policy.host_values(for_rows=for_rows), rng.choice([0, *on_host])
+        values, below = host_values(registry, for_rows), rng.choice([0, *on_host])
         bound = abs(values[below]) if below else float("inf")
         heap = [(values[n], n) for n in on_host if values[n] < bound]
         longest = max(longest, len(heap))

@@ -176,15 +176,15 @@ def test_most_valuable_snapshots_are_saved_first() -> None:
     for slot in range(1, 7):
         registry.add(slot, slot * BLOCK, 0)
     for slot in range(1, 6):
-        registry.copies.apply(CopyEvent.NEED, slot)
-    registry.copies.apply(CopyEvent.DEFER, 4)
-    registry.copies.apply(CopyEvent.SAVE, 5)
+        registry.note_copy(CopyEvent.NEED, slot)
+    registry.note_copy(CopyEvent.DEFER, 4)
+    registry.note_copy(CopyEvent.SAVE, 5)
     assert registry.policy.to_save() == [3, 2, 1]
-    registry.copies.apply(CopyEvent.DEFER, 2)
+    registry.note_copy(CopyEvent.DEFER, 2)
     assert registry.policy.to_save() == [3, 1]
 
 
-def test_states_of_a_host_copy_follow_the_table() -> None:
+def test_host_copy_states_follow_the_table() -> None:
     """Every state is reached, each event leads where the three facts behind the state lead, and others are errors.
 
     The facts: a copy is needed, it is not due before the device evicts the snapshot, the host has one.

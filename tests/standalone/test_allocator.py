@@ -39,7 +39,7 @@ def test_bad_ids_change_nothing(device: torch.device, ids: list, message: str) -
     assert allocator.num_free == 4 and allocator.acquire_ids(4) == [4, 5, 6, 7]
 
 
-def test_a_free_list_rejects_what_is_not_allocated() -> None:
+def test_free_list_rejects_ids_not_allocated() -> None:
     """A list may begin at any number. Snapshot slots use one that begins at 1."""
     ids = FreeList(3, first=1)
     assert ids.take(2) == [1, 2] and ids.take(2) is None and ids.available == 1 and ids.free() == [3]

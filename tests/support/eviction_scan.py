@@ -45,7 +45,8 @@ def check_next_slot(registry: SnapshotRegistry) -> None:
 
 def check_sizes(registry: SnapshotRegistry) -> None:
     """Assert that the orders keep no more than their snapshots."""
-    for order in (registry.policy.leaves, registry.policy._for_slots):
+    policy = registry.policy
+    for order in (policy.leaves, policy._for_slots, policy.host_rows, policy.host_blocks):
         assert len(order) <= registry.in_registry.sum()
         for ranking in order.rankings():
             assert ranking.entries <= 2 * len(ranking) + 16

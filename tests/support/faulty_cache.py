@@ -195,7 +195,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "dsv4_sglang.cache.state_cache.StateStorage.store": _store,
     "dsv4_sglang.cache.v41_step.V41Step.select": _select,
     "dsv4_sglang.srt.prefix_cache.slots.SnapshotSlots.load_to_active": _load_to_active,
-    "dsv4_sglang.srt.prefix_cache.policy.SnapshotRegistry.unlock": _unlock,
+    "dsv4_sglang.srt.prefix_cache.registry.SnapshotRegistry.unlock": _unlock,
     "dsv4_sglang.srt.attention.collectives.gather_from_copy": _gather,
     "dsv4_sglang.attention.metadata.build_prefill": _build_prefill,
     "dsv4_sglang.attention.step_buffers.PrefillBuffers.fill": _fill,

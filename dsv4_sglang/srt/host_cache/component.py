@@ -67,7 +67,7 @@ class HostSnapshotComponent(SnapshotComponent):
         """Mark the node's snapshot to be copied to the host. With write_back that happens when the device evicts it."""
         if node is not self.tree_core.root_node and (slot := self._slot(node)) is not None:
             event = CopyEvent.DEFER if self.policy == WRITE_BACK else CopyEvent.NEED
-            self.slots.registry.copies.apply(event, slot)
+            self.slots.registry.note_copy(event, slot)
 
     def commit_insert_component_data(
         self, node: UnifiedTreeNode, is_new_leaf: bool, params: Any, result: Any, cache_actions: Any
@@ -118,7 +118,7 @@ class HostSnapshotComponent(SnapshotComponent):
                 registry.remove(place, ghost_hash(self.slots, node, place))
                 del self.slots.nodes[place]
             else:
-                registry.copies.apply(CopyEvent.LOSE, slot)
+                registry.note_copy(CopyEvent.LOSE, slot)
         return super().evict_component(node, device_frees, host_frees, cache_actions, target)
 
     def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
@@ -217,7 +217,7 @@ class HostSnapshotComponent(SnapshotComponent):
         note_change(self.cache, node)
         registry, slot = self.slots.registry, self._slot(node)
         if slot is not None:
-            registry.copies.apply(CopyEvent.SAVE, slot)
+            registry.note_copy(CopyEvent.SAVE, slot)
             return
         self._add_to_registry(node, registry.host_id(row), sum(len(part.key) for part in path_to_root(node)))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.srt.prefix_cache import metrics
@@ -15,14 +17,23 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
+    from dsv4_sglang.srt.prefix_cache.eviction_order import EvictionOrder
     from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 
 
-class HostEvictionOrder:
-    """The snapshots with a copy on the host in the order in which the host evicts them.
+# Snapshots that the order sorts or reads at first. Each further step takes eight times as many.
+READ_AT_FIRST = 64
 
-    The order is that of the values at the start. Nodes that become the end of a path meanwhile are inserted with
-    `insert`, since an eviction frees the blocks of ends only.
+
+class HostEvictionOrder:
+    """The snapshots with a copy on the host, in the order in which the host evicts them.
+
+    While the device keeps a snapshot, its host copy is a duplicate. Duplicates are evicted first, those of snapshots
+    that the device will keep longest before the others. Other copies have the value of the snapshot itself, and so do
+    copies of those that the device evicts next: the lowest value is evicted first.
+
+    The order is that of the start. Nodes that become the end of a path meanwhile are inserted with `insert`, since an
+    eviction frees the blocks of ends only.
     """
 
     def __init__(self, policy: EvictionPolicy, *, for_rows: bool, below: int) -> None:
@@ -30,25 +41,66 @@ class HostEvictionOrder:
 
         Args:
             policy: policy of the registry.
-            for_rows: rows of snapshots are needed; if False, blocks are.
+            for_rows: rows of snapshots are needed, so values are those of `eviction_score`. If False, blocks are, and
+                values are those of `reuse_interval`.
             below: number of a snapshot. If not 0, only snapshots of less value are in the order.
         """
-        self._values = policy.host_values(for_rows=for_rows)
-        self._below = abs(self._values[below]) if below else float("inf")
-        self._sorted = policy.on_host(self._values, self._below)
+        self._policy, self._for_rows = policy, for_rows
+        self._duplicates = policy.duplicates()
+        ids = np.flatnonzero(self._duplicates)
+        scores = policy.eviction_score(ids) if for_rows else policy.reuse_interval(ids)
+        self._first = _ascending(-1 / scores, ids)
+        self._now, self._mean_interval = policy.registry.now, policy.registry.reuse.mean_interval
+        self._below = 1 / self._score(below) if below else float("inf")
         self._inserted: list[tuple[float, int]] = []
 
+    def _score(self, number: int) -> float:
+        return self._policy.entry(number, for_rows=self._for_rows).score(self._now, self._mean_interval)
+
+    def _value(self, number: int) -> float:
+        """Return the value of a host copy, smallest first. Duplicates have negative values."""
+        value = 1 / self._score(number)
+        return -value if self._duplicates[number] else value
+
     def insert(self, number: int) -> None:
-        if self._values[number] < self._below:
-            heapq.heappush(self._inserted, (float(self._values[number]), number))
+        if (value := self._value(number)) < self._below:
+            heapq.heappush(self._inserted, (value, number))
 
     def __iter__(self) -> Iterator[int]:
-        for number in self._sorted:
-            while self._inserted and self._inserted[0] < (self._values[number], number):
+        for value, number in self._sorted():
+            while self._inserted and self._inserted[0] < (value, number):
                 yield heapq.heappop(self._inserted)[1]
             yield number
         while self._inserted:
             yield heapq.heappop(self._inserted)[1]
+
+    def _sorted(self) -> Iterator[tuple[float, int]]:
+        """Yield values and snapshots, smallest first."""
+        yield from self._first
+        order = self._policy.host_rows if self._for_rows else self._policy.host_blocks
+        seen, count = set[int](), READ_AT_FIRST
+        # The order is read in parts, because evictions change it.
+        while part := [entry for entry in self._read(order, count) if entry[1] not in seen]:
+            for value, number in part:
+                if value >= self._below:
+                    return
+                seen.add(number)
+                yield value, number
+            count *= 8
+
+    def _read(self, order: EvictionOrder, count: int) -> list[tuple[float, int]]:
+        entries = islice(order.descending(self._now, self._mean_interval), count)
+        return [(1 / score, number) for score, number in entries]
+
+
+def _ascending(values: np.ndarray, ids: np.ndarray) -> Iterator[tuple[float, int]]:
+    """Yield values and their ids (ascending), smallest value first. Only as much is sorted as is asked for."""
+    count = READ_AT_FIRST
+    while len(ids):
+        first = np.ones(len(ids), bool) if len(ids) <= count else values <= np.partition(values, count)[count]
+        order = np.argsort(values[first], kind="stable")
+        yield from zip(values[first][order].tolist(), ids[first][order].tolist())
+        values, ids, count = values[~first], ids[~first], 8 * count
 
 
 class HostEvictions:

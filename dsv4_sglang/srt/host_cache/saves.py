@@ -98,7 +98,7 @@ class HostSaves:
                     node = slots.nodes[slot]
                     if node.write_through_pending_id is not None:  # a copy of its blocks is running
                         continue
-                    slots.registry.copies.apply(CopyEvent.DEFER, slot)
+                    slots.registry.note_copy(CopyEvent.DEFER, slot)
                     plan = self.plan(node)
                     if self.cache.enable_storage or self.fits(plan):
                         saved += self.execute(plan) or self._count_rejected()

@@ -35,8 +35,8 @@ class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
     # The scheduler's running batch. It is marked as full (`batch_is_full`) while there is no room for another request.
     running_batch: Any = None
     _next_check = 0.0
+    # With --kv-events-config, in the process that publishes them.
     events: PrefixEvents | None = None
-    """With --kv-events-config, in the process that publishes them."""
 
     def sanity_check(self) -> None:
         begin = time.monotonic()

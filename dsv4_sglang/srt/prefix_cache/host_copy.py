@@ -106,7 +106,7 @@ class HostCopies:
         return self.states[number] in (HostCopy.DUE, HostCopy.DEFERRED)
 
     def saved(self) -> np.ndarray:
-        """Return by number whether the host has a copy, bool."""
+        """Return a bool column by number: True if the host has a copy."""
         return self.states >= _SAVED
 
     def due(self) -> np.ndarray:

@@ -23,9 +23,8 @@ SUPERSEDED = 1 / 16
 # take milliseconds to find, and one scheduler iteration saves fewer.
 CANDIDATES = 256
 
-# Snapshots that the first step of a search in the eviction order of the host sorts. Each further step sorts eight times
-# as many.
-SORTED_AT_FIRST = 256
+# Index of all snapshots in a column.
+EVERY = slice(None)
 
 
 class EvictionPolicy:
@@ -51,6 +50,8 @@ class EvictionPolicy:
         self.leaves = EvictionOrder()
         # Snapshots in device slots that may be evicted for their slot, by eviction score.
         self._for_slots = EvictionOrder()
+        # Copies on the host that are no duplicates, by eviction score and by reuse interval.
+        self.host_rows, self.host_blocks = EvictionOrder(), EvictionOrder()
         # Result of the last search for the snapshots that the device evicts next (`mark_next_evicted`).
         self._next_evicted = np.zeros(registry.size, dtype=bool)
 
@@ -68,42 +69,54 @@ class EvictionPolicy:
     def _entry(self, number: int, cost: float) -> Entry:
         return Entry(int(self.registry.last[number]), self._interval(number), max(cost, 1e-9))
 
-    def recompute_cost(self, count: int | None = None) -> np.ndarray:
-        """Return the tokens to recompute without each of the first `count` snapshots (default: all), times SUPERSEDED
-        where that applies."""
+    def recompute_cost(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
+        """Return the tokens to recompute without each of the snapshots `at`, times SUPERSEDED where that applies."""
         registry = self.registry
-        saved = registry.length[:count] - registry.length[registry.previous[:count]]
-        return saved * np.where(registry.followers[:count] == 1, SUPERSEDED, 1.0)
+        saved = registry.length[at] - registry.length[registry.previous[at]]
+        return saved * np.where(registry.followers[at] == 1, SUPERSEDED, 1.0)
 
-    def reuse_interval(self, count: int | None = None) -> np.ndarray:
-        """Return the expected time to reuse (reciprocal of its probability) of the first `count` snapshots (default:
-        all), float64."""
-        last, known = self.registry.last[:count], self.registry.interval[:count]
+    def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
+        """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, float64."""
+        last, known = self.registry.last[at], self.registry.interval[at]
         interval = np.where(known > 0, known, self.registry.reuse.mean_interval)
         return np.maximum(np.maximum(self.registry.now - last, interval), 1.0) * (1 + TIE * last)
 
-    def eviction_score(self, count: int | None = None) -> np.ndarray:
-        """Return `reuse_interval` divided by `recompute_cost`, by number. The highest score is evicted first."""
-        return self.reuse_interval(count) / np.maximum(self.recompute_cost(count), 1e-9)
+    def eviction_score(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
+        """Return `reuse_interval` divided by `recompute_cost`. The highest score is evicted first."""
+        return self.reuse_interval(at) / np.maximum(self.recompute_cost(at), 1e-9)
 
     # Orders that are kept up to date
 
     def changed(self, *numbers: int) -> None:
         """Update the eviction orders after a change of these snapshots. 0 is skipped."""
-        registry = self.registry
         for number in filter(None, numbers):
             if number in self.leaves:
                 self.at_leaf(number, True)
-            if registry.in_registry[number] and number <= registry.capacity and not registry.locks[number]:
-                self._for_slots.put(number, self._entry(number, self._cost(number)))
-            else:
-                self._for_slots.drop(number)
+            for order, entry in self._places(number):
+                if entry is None:
+                    order.drop(number)
+                else:
+                    order.put(number, entry)
+
+    def _places(self, number: int) -> Iterator[tuple[EvictionOrder, Entry | None]]:
+        """Yield the orders that are derived from the registry, each with the entry of a snapshot. None: it has none."""
+        registry = self.registry
+        here = bool(registry.in_registry[number])
+        on_host = here and (
+            number > registry.capacity or bool(self._next_evicted[number] and registry.copies.is_saved(number))
+        )
+        for_slot = here and number <= registry.capacity and not registry.locks[number]
+        by_score = self._entry(number, self._cost(number)) if for_slot or on_host else None
+        yield self._for_slots, by_score if for_slot else None
+        yield self.host_rows, by_score if on_host else None
+        yield self.host_blocks, self._entry(number, 1.0) if on_host else None
 
     def forget(self, number: int) -> None:
         """Drop a number that no longer denotes a snapshot from all orders."""
         self._next_evicted[number] = False
         self.leaves.drop(number)
-        self._for_slots.drop(number)
+        for order in (self._for_slots, self.host_rows, self.host_blocks):
+            order.drop(number)
 
     def at_leaf(self, number: int, at_leaf: bool) -> None:
         """Note that the blocks of a snapshot end in a leaf that the tree may evict, or that they do not any more."""
@@ -115,13 +128,12 @@ class EvictionPolicy:
     def misplaced(self) -> Iterator[int]:
         """Yield the snapshots whose place in an eviction order is not that of their columns, for the integrity
         audit."""
-        registry = self.registry
-        here, locks = (column[: registry.capacity + 1] for column in (registry.in_registry, registry.locks))
-        evictable = set(np.flatnonzero(here & (locks == 0)).tolist())
-        for number in sorted(evictable | self._for_slots.entries.keys() | self.leaves.entries.keys()):
-            expected = self._entry(number, self._cost(number)) if number in evictable else None
+        orders = (self.leaves, self._for_slots, self.host_rows, self.host_blocks)
+        listed = {number for order in orders for number in order.entries}
+        for number in sorted(listed | set(np.flatnonzero(self.registry.in_registry).tolist())):
             at_leaf = self.leaves.entries.get(number)
-            if self._for_slots.entries.get(number) != expected or at_leaf not in (None, self._entry(number, 1.0)):
+            places = self._places(number)
+            if at_leaf not in (None, self._entry(number, 1.0)) or any(o.entries.get(number) != e for o, e in places):
                 yield number
 
     # Evictions from the device
@@ -158,16 +170,17 @@ class EvictionPolicy:
         # Snapshots of the last search that only a running copy to the host locks become evictable when the copy ends.
         copying = (self._next_evicted & registry.copies.saved())[: len(here)] & (locks > 0)
         free = here & ((locks == 0) | copying)
-        going: dict[int, None] = {}
-        reuse_interval = self.reuse_interval(len(here))
+        leaving: dict[int, None] = {}
+        device = slice(len(here))
+        reuse_interval = self.reuse_interval(device)
         if slots > 0:
-            score = reuse_interval / np.maximum(self.recompute_cost(len(here)), 1e-9)
+            score = reuse_interval / np.maximum(self.recompute_cost(device), 1e-9)
             order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)
-            going.update(dict.fromkeys(order.tolist()))
+            leaving.update(dict.fromkeys(order.tolist()))
         if tokens > 0:
             ends = self._ends_to_evict(here, free, reuse_interval, tokens, most)
-            going.update(dict.fromkeys(islice(ends, most)))
-        return list(going)
+            leaving.update(dict.fromkeys(islice(ends, most)))
+        return list(leaving)
 
     def _ends_to_evict(
         self, here: np.ndarray, free: np.ndarray, reuse_interval: np.ndarray, tokens: int, most: int
@@ -197,48 +210,24 @@ class EvictionPolicy:
     # Host cache
 
     def mark_next_evicted(self, numbers: Iterable[int]) -> None:
-        """Note the result of the last search. The host keeps the copies of these snapshots (`host_values`)."""
+        """Note the result of the last search. The host keeps the copies of these snapshots (`duplicates`)."""
+        before = np.flatnonzero(self._next_evicted).tolist()
         self._next_evicted[:] = False
-        self._next_evicted[list(numbers)] = True
+        self._next_evicted[leaving := list(numbers)] = True
+        self.changed(*before, *leaving)
 
     def to_save(self) -> list[int]:
         """Return the slots that the host should copy at once, most valuable first."""
         slots = self.registry.copies.due()
         return slots[np.argsort(self.eviction_score()[slots], kind="stable")].tolist() if len(slots) else []
 
-    def host_values(self, *, for_rows: bool) -> np.ndarray:
-        """Return the value of each snapshot's host copy, by number. The host evicts the smallest first.
-
-        While the device keeps a snapshot, its host copy is a duplicate. It has a negative value, lowest for snapshots
-        that the device will keep longest. Other copies have the value of the snapshot itself, and so do copies of those
-        that the device evicts next.
-
-        Args:
-            for_rows: rows of snapshots are needed, so values are those of `eviction_score`. If False, blocks are, and
-                values are those of `reuse_interval`.
-        """
-        value = 1 / (self.eviction_score() if for_rows else self.reuse_interval())
-        return np.where(self.duplicates(), -value, value)
-
     def duplicates(self) -> np.ndarray:
-        """Return by number whether the host has a copy of a snapshot that the device keeps, bool."""
+        """Return a bool column by number: True if the host has a copy of a snapshot that the device keeps."""
         return self.registry.copies.saved() & ~self._next_evicted
 
-    def on_host(self, values: np.ndarray, below: float = np.inf) -> Iterator[int]:
-        """Yield the snapshots with a copy on the host and a value below `below`, smallest first. The order does not
-        change with evictions between two items.
-
-        `values`: `host_values`.
-        """
-        registry = self.registry
-        copied = registry.copies.saved()
-        copied[registry.capacity + 1 :] = registry.in_registry[registry.capacity + 1 :]
-        ids = np.flatnonzero(copied & (values < below))
-        count, left = SORTED_AT_FIRST, values[ids]
-        while len(ids):
-            first = np.ones(len(ids), bool) if len(ids) <= count else left <= np.partition(left, count)[count]
-            yield from ids[first][np.argsort(left[first], kind="stable")].tolist()
-            ids, left, count = ids[~first], left[~first], 8 * count
+    def entry(self, number: int, *, for_rows: bool) -> Entry:
+        """Return the element of `eviction_score`, or of `reuse_interval`, for one snapshot."""
+        return self._entry(number, self._cost(number) if for_rows else 1.0)
 
 
 def _first(

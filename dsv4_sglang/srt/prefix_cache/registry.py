@@ -166,6 +166,11 @@ class SnapshotRegistry:
         self.changes += 1
         return since
 
+    def note_copy(self, event: CopyEvent, slot: int) -> None:
+        """Change the state of the host copy of a snapshot in a device slot (`HostCopies.apply`)."""
+        self.copies.apply(event, slot)
+        self.policy.changed(slot)
+
     def lock(self, slot: int) -> None:
         self.locks[slot] += 1
         self.policy.changed(slot)
