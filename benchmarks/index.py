@@ -219,7 +219,7 @@ def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages
         else None
     )
     start, last = torch.zeros_like(lens), lens[-1:]
-    pool = SimpleNamespace(page_size=KEYS_A_PAGE, index_head_dim=DIM, quant_block_size=DIM)
+    pool = SimpleNamespace(index_page_size=KEYS_A_PAGE, index_head_dim=DIM, quant_block_size=DIM)
 
     def score(layer: int, made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         q, head_weights = made

@@ -128,6 +128,8 @@ class InTree:
             "max_context_len": context,
             "needs_cpu_seq_lens": False,
             "hisparse_coordinator": None,
+            "builds_verify_metadata_early": False,
+            "_early_verify_metadata_ids": set(),
         }.items():
             setattr(self.backend, name, value)
         self.backend.online_c128_mtp = OnlineC128MTPController(self.backend)

@@ -4,6 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
+
+# The program runs without pytest, which would add the folder of the tests.
+sys.path.append(str(Path(__file__).parents[1]))
+from support.attention_cases import index_case
 from support.kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
 from test_append_swa_cuda import Ring, rows
 from test_append_v41_cuda import Case
@@ -11,9 +15,6 @@ from test_append_v41_cuda import Case
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.model.geometry import state_rows
 from dsv4_sglang.ops import cuda_index
-
-sys.path.append(str(Path(__file__).parents[1]))
-from support.attention_cases import index_case
 
 DECODE = [(0, 0, 1), (1, 3, 1), (-1, 0, 1), (2, 127, 1), (3, 131, 1)]
 VERIFY = [(slot, length, 4) for slot, length, _ in DECODE]
