@@ -144,6 +144,22 @@ def has_snapshot(node: Any) -> bool:
     return data.value is not None or data.host_value is not None
 
 
+def difference(announced: set[int], wanted: Collection[int], touched: Collection[int]) -> tuple[list[int], list[int]]:
+    """Compare the announced blocks with those that must be announced.
+
+    Args:
+        announced: hashes that are announced.
+        wanted: hashes among `touched` that must be announced, parents first.
+        touched: hashes that may have changed. All others stay as they are.
+
+    Returns:
+        Hashes to announce, in the order of `wanted`, and hashes to withdraw, in ascending order.
+    """
+    stored = [name for name in wanted if name not in announced]
+    removed = sorted(announced.intersection(touched).difference(wanted))
+    return stored, removed
+
+
 def on_medium(node: Any, medium: StorageMedium) -> bool:
     """Return True if the node's blocks are on `medium` and no copy to it is in flight."""
     data = node.component_data[ComponentType.FULL]
@@ -170,22 +186,6 @@ def announced_by_rule(root: Any) -> dict[StorageMedium, set[int]]:
                 if is_public(node.key) and on_medium(node, medium):
                     found[medium].update(_hashes(node))
     return found
-
-
-def difference(announced: set[int], wanted: Collection[int], touched: Collection[int]) -> tuple[list[int], list[int]]:
-    """Compare the announced blocks with those that must be announced.
-
-    Args:
-        announced: hashes that are announced.
-        wanted: hashes among `touched` that must be announced, parents first.
-        touched: hashes that may have changed. All others stay as they are.
-
-    Returns:
-        Hashes to announce, in the order of `wanted`, and hashes to withdraw, in ascending order.
-    """
-    stored = [name for name in wanted if name not in announced]
-    removed = sorted(announced.intersection(touched).difference(wanted))
-    return stored, removed
 
 
 def _hashes(node: Any) -> list[int]:
