@@ -50,7 +50,7 @@ def page() -> str:
         limited.setdefault(limit.reason, []).append(flag(limit.field))
     rejected: dict[str, list[str]] = {}
     for denied in DENIED:
-        rejected.setdefault(denied.reason, []).extend(map(flag, denied.fields.split()))
+        rejected.setdefault(denied.reason, []).extend(map(flag, denied.fields))
     return HEAD + LIMITED + bullets(limited) + REJECTED + bullets(rejected)
 
 

@@ -9,6 +9,8 @@ from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockStored
 from support.host_cache import HostCacheServer
 from support.prefix_tree import BLOCK, without_a_server
 
+from dsv4_sglang.srt.prefix_cache.events import difference
+
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
 
@@ -43,6 +45,27 @@ def single(events: list[Any], medium: str) -> list[tuple[int, int | None, list[i
                 found.append((name, before, list(event.token_ids[i * BLOCK : (i + 1) * BLOCK])))
             before = name
     return found
+
+
+@pytest.mark.parametrize(
+    ("announced", "wanted", "touched", "stored", "removed"),
+    [
+        (set(), [], [], [], []),
+        (set(), [9, 3, 5], [3, 5, 9], [9, 3, 5], []),
+        ({3, 9}, [9, 3, 5], [3, 5, 9], [5], []),
+        ({1, 7, 3, 9}, [], [9, 1, 7], [], [1, 7, 9]),
+        ({1}, [2], [1, 2], [2], [1]),
+        (set(), [], [4], [], []),
+    ],
+    ids=["nothing", "all stored", "one stored", "untouched stays", "both", "never announced"],
+)
+def test_difference(
+    announced: set[int], wanted: list[int], touched: list[int], stored: list[int], removed: list[int]
+) -> None:
+    """Blocks are stored parents first, and only touched ones are removed. The arguments stay as they are."""
+    before = set(announced)
+    assert difference(announced, wanted, touched) == (stored, removed)
+    assert announced == before
 
 
 def test_a_prompt_is_announced(server: Watched) -> None:

@@ -1,8 +1,21 @@
 """The two pools that SGLang's scheduler owns: state slots of requests, and paged blocks of compressed entries.
 
-SGLang treats the first as its recurrent-state pool: its hybrid-model code allocates, copies and frees the slots. It
-treats the second as a KV cache that is addressed by token slot, with pages of 128 tokens. Slot 0 and page 0 are
-SGLang's dummies and never belong to a request.
+SGLang treats the second as a KV cache that is addressed by token slot, with pages of 128 tokens. It sees the state
+slots as Mamba2 states, which its hybrid-model code allocates, copies and frees:
+
+| SGLang's Mamba2 states | here |
+| --- | --- |
+| cache parameters | `StateParams`: the layout, and the numbers of staging slots and snapshots |
+| `mamba_cache_per_req`, for equal layers | overridden with `CacheLayout.slot_bytes`: layers differ |
+| `conv`: tensors [layers, slots, ...] | the tensors of `StateStorage`: window rings, and compressor states by kind |
+| `temporal` | empty |
+| slots 1..size of running requests | the same |
+| slots after them, unknown to SGLang | staging: the snapshots of a prefill step until its last layer has run |
+| `mamba_ckpt_pool` | `SnapshotSlots` |
+| ping-pong track buffer | zeros, which a prefill step reads and `snapshot_schedule` discards |
+| dimensions that ranks divide | none: every rank has the whole state, so a transfer does not divide buffers |
+
+Slot 0 and page 0 are SGLang's dummies and never belong to a request.
 """
 
 from __future__ import annotations
@@ -52,7 +65,7 @@ def buffer_infos(tables: Iterable[Tensor]) -> BufferInfos:
 
 @dataclass(kw_only=True, frozen=True)
 class StateShape:
-    """SGLang's description of a state's shape. Only `conv` is used."""
+    """Shapes of one slot of one layer."""
 
     conv: list[tuple[int, ...]]
     temporal: tuple[int, ...] = (0,)
@@ -60,8 +73,7 @@ class StateShape:
 
 @dataclass(kw_only=True, frozen=True)
 class StateParams(BaseLinearStateParams):
-    """Parameters through which SGLang passes the layout to the pool. The base class computes `mamba_cache_per_req` for
-    equal layers, so it is overridden."""
+    """Cache parameters, which SGLang passes to the pool."""
 
     shape: StateShape
     cache_layout: CacheLayout
@@ -92,12 +104,7 @@ class StateParams(BaseLinearStateParams):
 
 
 class StateSlotPool(MambaPool):
-    """`StateStorage` with the interface of SGLang's Mamba pool.
-
-    Slots 1..size belong to requests. The `staging` slots after them hold the snapshots of a prefill step until its last
-    layer, when `storage.store` moves them to snapshot slots. `mamba_cache.conv` contains all slots too, with the slot
-    as second dimension, where SGLang expects states.
-    """
+    """`StateStorage` with the interface of SGLang's Mamba pool."""
 
     def __init__(
         self,
@@ -150,7 +157,7 @@ class StateSlotPool(MambaPool):
         return [layer for layer, _ in self._tables()]
 
     def _whole(self) -> list[Any]:
-        """Return no split dimensions: every rank has the whole state, so a transfer does not divide buffers."""
+        """Return no divided dimensions."""
         return []
 
     get_state_dim_per_tensor = _whole
@@ -177,7 +184,6 @@ class StateReqToTokenPool(HybridReqToTokenPool):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        # A prefill step reads it: the slots of track positions. `snapshot_schedule` discards the result.
         self.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros(
             (self.req_to_token.shape[0], 2), dtype=torch.int64, device=arguments["device"]
         )

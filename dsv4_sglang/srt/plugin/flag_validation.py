@@ -20,7 +20,7 @@ from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
-from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, on_grid
+from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, REJECTION, on_grid
 from dsv4_sglang.srt.sglang.flags import flag_defaults
 
 # CUDA graphs of a phase: the only kind that is served, and the reason.
@@ -62,23 +62,46 @@ def _given(value: object, default: object) -> bool:
 
 def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     """Yield (flag, reason) of the unsupported flags. `resolved`: SGLang has derived values from the given flags."""
+    yield from _denied(args, resolved)
+    yield from _outside_limits(args, resolved)
+    yield from _rejected_graphs(args)
+    yield from _rejected_variables()
+
+
+def _denied(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
+    """Yield the flags of `DENIED` that do not have their default."""
     defaults = flag_defaults()
     for denied in DENIED:
-        for field in denied.fields.split():
-            if field not in defaults:  # another release has it
-                continue
-            if not (resolved and denied.as_given) and _given(value := getattr(args, field), defaults[field]):
+        if resolved and denied.as_given:
+            continue
+        for field in denied.fields:
+            # Fields that only another release has are skipped.
+            if field in defaults and _given(value := getattr(args, field), defaults[field]):
                 yield _named(field, value), denied.reason
+
+
+def _outside_limits(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
+    """Yield the flags of `LIMITS` with a value that is not served."""
+    defaults = flag_defaults()
     for limit in LIMITS:
         value = getattr(args, limit.field)
         if not (resolved and limit.as_given) and value not in (None, defaults[limit.field]) and not limit.serves(value):
             yield _named(limit.field, value), limit.reason
-    graphs = args.cuda_graph_config
-    for phase, served, reason in GRAPHS if graphs is not None else ():
+
+
+def _rejected_graphs(args: Any) -> Iterable[tuple[str, str]]:
+    """Yield kinds of CUDA graphs that are not served, or not on this device."""
+    if (graphs := args.cuda_graph_config) is None:
+        return
+    for phase, served, reason in GRAPHS:
         if (backend := getattr(graphs, phase).backend) not in (served, "disabled"):
             yield f"--cuda-graph-backend-{phase} {backend}", f"{reason}; give {served} or disabled"
-    if graphs is not None and graphs.prefill.backend == "breakable" and args.device == "cpu":
+    if graphs.prefill.backend == "breakable" and args.device == "cpu":
         yield "--cuda-graph-backend-prefill breakable", "CUDA graphs need a GPU; leave it out"
+
+
+def _rejected_variables() -> Iterable[tuple[str, str]]:
+    """Yield the variables of `VARIABLES` that are on."""
     for variable, reason in VARIABLES.items():
         # What SGLang takes for true.
         if os.environ.get(variable, "").lower() in ("1", "true"):
@@ -285,7 +308,7 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
 
 
 def _raise(found: Iterable[tuple[str, str]]) -> None:
-    if lines := [f"{what} is not supported: {reason}" for what, reason in found]:
+    if lines := [REJECTION.format(flag=what, reason=reason) for what, reason in found]:
         raise LaunchError(*lines)
 
 

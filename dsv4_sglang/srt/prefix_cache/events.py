@@ -7,6 +7,7 @@ path. Blocks without such a snapshot are in memory, but no request can resume fr
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
@@ -97,13 +98,13 @@ class PrefixEvents:
                 touched.update(hashes)
                 if node in present:
                     wanted.update({name: (node, i) for i, name in enumerate(hashes)})
-        if gone := sorted(name for name in touched if name in announced and name not in wanted):
-            self._queue.enqueue(BlockRemoved(block_hashes=gone, medium=medium))
-        for name, (node, i) in wanted.items():
-            if name not in announced:
-                self._queue.enqueue(_stored(node, i, medium))
-        announced.difference_update(gone)
-        announced.update(wanted)
+        stored, removed = difference(announced, wanted, touched)
+        if removed:
+            self._queue.enqueue(BlockRemoved(block_hashes=removed, medium=medium))
+        for name in stored:
+            self._queue.enqueue(_stored(*wanted[name], medium))
+        announced.difference_update(removed)
+        announced.update(stored)
 
     def _affected(self) -> list[Any]:
         """Return the nodes in the tree that changed or have a changed descendant, parents first."""
@@ -149,6 +150,22 @@ def has_snapshot(node: Any) -> bool:
     """Return True if the device or the host has a snapshot of the state at the node's end."""
     data = node.component_data[ComponentType.MAMBA]
     return data.value is not None or data.host_value is not None
+
+
+def difference(announced: set[int], wanted: Collection[int], touched: Collection[int]) -> tuple[list[int], list[int]]:
+    """Compare the announced blocks with those that must be announced.
+
+    Args:
+        announced: hashes that are announced.
+        wanted: hashes among `touched` that must be announced, parents first.
+        touched: hashes that may have changed. All others stay as they are.
+
+    Returns:
+        Hashes to announce, in the order of `wanted`, and hashes to withdraw, in ascending order.
+    """
+    stored = [name for name in wanted if name not in announced]
+    removed = sorted(announced.intersection(touched).difference(wanted))
+    return stored, removed
 
 
 def on_medium(node: Any, medium: StorageMedium) -> bool:
