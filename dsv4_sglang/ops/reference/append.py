@@ -273,11 +273,7 @@ def append(
         stop = chunk.length + chunk.count
         closed = torch.arange((stop - chunk.own) // ratio, stop // ratio)
         entry_indices = out_loc[chunk.begin + ratio * (closed + 1) - 1 - chunk.length] // ratio
-
-        def finish(pooled: Tensor, norm: Tensor, at: Tensor = ratio * closed) -> Tensor:
-            """Return finished entries, rotated at the first token of their window (SPEC 3.4)."""
-            return normalise_and_rotate(round_stage(pooled), norm, eps, at, rope, round_stage)
-
+        first = ratio * closed  # entries are rotated at the first token of their window (SPEC 3.4)
         if ratio == HCA_RATIO:
             pooled = _hca_pool(chunk, kv_score, ape, compressor_state)
         else:
@@ -285,9 +281,11 @@ def append(
             assert index_norm is not None and index_keys is not None
             entry_state, index_state = compressor_state.split([ENTRY_DIM, INDEX_DIM], -1)
             pooled = _csa_pool(chunk, kv_score, ape, entry_state, staging_slots)
-            keys = finish(_csa_pool(chunk, index_kv_score, index_ape, index_state, staging_slots), index_norm)
+            keys = _csa_pool(chunk, index_kv_score, index_ape, index_state, staging_slots)
+            keys = normalise_and_rotate(round_stage(keys), index_norm, eps, first, rope, round_stage)
             KVBuffer(index_keys, KeyFormat.from_code(key_format)).write(entry_indices, hadamard(keys))
-        rings._replace(data=entries).write(entry_indices, finish(pooled, entry_norm))
+        pooled = normalise_and_rotate(round_stage(pooled), entry_norm, eps, first, rope, round_stage)
+        rings._replace(data=entries).write(entry_indices, pooled)
 
 
 def append_swa(
