@@ -21,6 +21,21 @@ def align(width: int) -> int:
     return -(-width // LIST_ALIGNMENT) * LIST_ALIGNMENT
 
 
+def write_where(target: Tensor, indices: Tensor, values: Tensor, where: Tensor) -> None:
+    """Write `values` to `indices` of `target` where `where` is True, without waiting for the device as a boolean index
+    does.
+
+    Args:
+        target: [N], written in place.
+        indices: int [B, K], different ones where `where` is True.
+        values: [B * K], in the dtype of `target`.
+        where: bool [B, K].
+    """
+    # The extra last element receives the values that are not written.
+    indices = torch.where(where, indices, len(target)).flatten().long()
+    target.copy_(pad(target, (0, 1)).scatter_(0, indices, values)[:-1])
+
+
 class DecodeBuffers:
     """Tensors of a decode step at fixed addresses.
 
@@ -151,6 +166,4 @@ class PrefillBuffers:
         if staging_slots is not None and snapshot_lens is not None and copy_dst is not None:
             self.staging_slots[:n, : staging_slots.shape[1]].copy_(staging_slots)
             self.snapshot_lens[:n, : snapshot_lens.shape[1]].copy_(snapshot_lens)
-            # The extra last element receives the values of snapshots that are not due.
-            place = torch.where(staging_slots >= 0, staging_slots - self.copy_src[0], len(self.copy_dst))
-            self.copy_dst.copy_(pad(self.copy_dst, (0, 1)).scatter_(0, place.flatten().long(), copy_dst)[:-1])
+            write_where(self.copy_dst, staging_slots - self.copy_src[0], copy_dst, staging_slots >= 0)

@@ -146,6 +146,15 @@ def _load_entries(
     return k0, k1, k2, k3, valid, missing
 
 
+# Arguments, T tokens, H heads, S splits:
+#   q [T, H, 512], sink fp32 [H]
+#   window: KV buffer [blocks, entries per block, width], indices int32 [T, K], lens int32 [T]
+#   entries: as window. SHARED: indices [B, K], and owner int32 [T] has the row of each token; else owner is not read
+#   positions int64 [T], rope fp32 [positions, 64], out [T, H, 512], with SPLIT partial fp32 [T, S, H, 512] and stats
+#   fp32 [T, S, H, 2]
+#   scale of the logits, H, S, strides of q in elements
+#   window: strides of indices and blocks in elements, entries per block and, with SHIFT, its log2
+#   entries: the same four; without HAS_ENTRIES those of the window
 @triton.jit
 def _attend_kernel(
     q_ptr, sink_ptr,

@@ -111,6 +111,15 @@ def _read_tile(
     )
 
 
+# Arguments, T tokens, H heads, S splits:
+#   q [T, H, 512], sink fp32 [H]
+#   window: FP8 KV buffer [blocks, entries per block, width], indices int32 [T, K], lens int32 [T]
+#   entries: as window, FP4; without HAS_ENTRIES not read
+#   positions int64 [T], rope fp32 [positions, 64], out [T, H, 512], with SPLIT partial fp32 [T, S, H, 512] and stats
+#   fp32 [T, S, H, 2]
+#   scale of the logits, H, S, strides of q in elements
+#   window: strides of indices and blocks in elements, entries per block
+#   entries: the same three
 @triton.jit
 def _attend_v41_kernel(
     q_ptr, sink_ptr,

@@ -27,6 +27,14 @@ def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
         tl.store(list_ptr + begin + at, block, mask=begin + at < stop)
 
 
+# Arguments, B requests of TOKENS_PER_REQUEST tokens each, T tokens:
+#   inputs of a request: state slot int32 [B], length [B], mask bool [B] and slot [B] of the snapshots that are due
+#   (read if the step takes snapshots), block table int32 [B, table_columns]
+#   outputs of a request: slots and prefix_lens int32 [B]
+#   outputs of a token: positions int64 [T], window_indices int32 [T, LISTED], three lens int32 [T], hca_indices int32
+#   [T, table_columns] (with several tokens per request)
+#   copies of snapshots: copy_src and copy_dst int32 [B]
+#   numbers: length before the step minus given length, top k of CSA, entries of a ring, columns of the block table
 @triton.jit
 def _decode_kernel(
     state_slots_ptr,
@@ -139,6 +147,13 @@ def build(
     )
 
 
+# Arguments, B = requests + 1 with the padding request, T tokens, K snapshots of a request:
+#   inputs of a request: state slot, prefix length and chunk length int32 [B], block table int32 [B, table_columns]
+#   inputs of its snapshots: staging slot and length int32 [B, K]
+#   outputs of a request: slots int32 [B], query_start int32 [B + 1]
+#   outputs of a token: request and staging slot int32 [T], positions int64 [T], window_indices int32 [T, WINDOW], three
+#   lens int32 [T], hca_indices int32 [T, table_columns]
+#   numbers: T, requests, K, top k of CSA, columns of the block table
 @triton.jit
 def _prefill_kernel(
     state_slots_ptr,

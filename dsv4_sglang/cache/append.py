@@ -13,27 +13,27 @@ from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.cache.step import StepMetadata
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """The weights of a layer that `append` needs. Norm weights are bf16 or fp32, the others fp32.
+    """The weights of a layer that `append` needs, in its order. Norm weights are bf16 or fp32, the others fp32.
 
     Attributes:
         kv_norm: [512].
+        entry_norm: [512], CSA and HCA layers.
+        index_norm: [128], CSA layers.
+        ape: position bias, CSA [4, 1024] = [previous | current], HCA [128, 512].
+        index_ape: [4, 256], CSA layers.
         rope: [positions, 64], cos and sin interleaved, with the frequencies of this layer (SPEC 1.3).
         eps: epsilon of the norms.
-        entry_norm: [512], CSA and HCA layers.
-        ape: position bias, CSA [4, 1024] = [previous | current], HCA [128, 512].
-        index_norm: [128], CSA layers.
-        index_ape: [4, 256], CSA layers.
     """
 
     kv_norm: Tensor
+    entry_norm: Tensor | None = None
+    index_norm: Tensor | None = None
+    ape: Tensor | None = None
+    index_ape: Tensor | None = None
     rope: Tensor
     eps: float = 1e-6
-    entry_norm: Tensor | None = None
-    ape: Tensor | None = None
-    index_norm: Tensor | None = None
-    index_ape: Tensor | None = None
 
 
 class Projections(NamedTuple):

@@ -70,22 +70,31 @@ class StateStorage(StateSlots):
         units = live + self.snapshots * len(kept)
         self._compressor_state_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
         self._live_units = torch.empty(len(kept), dtype=torch.int32, device=self.device)
-        self._kept_units = torch.empty_like(self._live_units)
-        self._number_units()
+        self._snapshot_units = torch.empty_like(self._live_units)
+        self._index_units()
         return self._compressor_state_units[:, :live].unflatten(1, (self.num_slots, self._units_per_slot)).flatten(2, 3)
 
-    def _number_units(self) -> None:
-        """Write the unit indices of slot 0 and of snapshot 0. The latter does not exist; its indices are the base of
-        those of other snapshots."""
-        kept, live = self._kept, self.num_slots * self._units_per_slot
-        self._live_units.copy_(torch.tensor(kept, dtype=torch.int32))
-        self._kept_units.copy_(torch.arange(live - len(kept), live, dtype=torch.int32))
+    def _index_units(self) -> None:
+        """Write the unit indices to which `_copy` adds the offset of a slot or snapshot.
+
+        In a layer with 2 slots of 6 units and 2 snapshots, these units are live at a multiple of 128:
+
+            unit   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13      | 14 15
+            of     slot 0      | slot 1        | snapshot 1 | snapshot 2
+            live         ^   ^         ^    ^    ^  ^         ^  ^
+
+        `_live_units` are those of slot 0: 3 and 5. `_snapshot_units` are the two units before snapshot 1, 10 and 11,
+        because snapshots are numbered from 1: those of snapshot n are 2 n further.
+        """
+        live = self.num_slots * self._units_per_slot
+        self._live_units.copy_(torch.tensor(self._kept, dtype=torch.int32))
+        self._snapshot_units.copy_(torch.arange(live - len(self._kept), live, dtype=torch.int32))
 
     def reset(self) -> None:
         for tensor in self.allocations:
             clear_memory(tensor)
         if self._compressor_state_units is not None:
-            self._number_units()
+            self._index_units()
 
     def ring(self, layer: int) -> Tensor:
         """Return a layer's window rings, [slots, R, width]."""
@@ -103,7 +112,7 @@ class StateStorage(StateSlots):
     @property
     def allocations(self) -> list[Tensor]:
         """One view of each allocated piece of memory: slots, snapshots and unit indices."""
-        tables = () if self._compressor_state_units is None else (self._live_units, self._kept_units)
+        tables = () if self._compressor_state_units is None else (self._live_units, self._snapshot_units)
         return [*self.tensors, *tables]
 
     def store(self, slots: Tensor, snapshots: Tensor) -> None:
@@ -126,7 +135,7 @@ class StateStorage(StateSlots):
         self._move(self._all_rings, slots, (snapshots + (self.num_slots - 1)).masked_fill(none, -1), to_snapshots)
         if self._compressor_state_units is not None:
             live = torch.add(self._live_units, slots[:, None], alpha=self._units_per_slot)
-            kept = torch.add(self._kept_units, snapshots[:, None], alpha=self._kept_units.numel())
+            kept = torch.add(self._snapshot_units, snapshots[:, None], alpha=self._snapshot_units.numel())
             kept = kept.masked_fill(none[:, None], -1)
             self._move(self._compressor_state_units, live.flatten(), kept.flatten(), to_snapshots)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,32 +25,54 @@ REQUESTS_OF_A_RANK = 128
 MEMORY_FRACTIONS = (0.85, 0.8, 0.88, 0.9)
 
 
+def _server_sizes(choice: Choice) -> list[int]:
+    return [size for size in (choice.tp // 2, choice.tp * 2) if 1 <= size <= MOST_GPUS]
+
+
+# Each option, the fields of `Choice` that it sets, and the values beside those of a choice.
+_OPTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Choice], Iterable[Any]]], ...] = (
+    ("--max-running-requests", ("running",), lambda choice: (choice.running // 2, choice.running * 2)),
+    (
+        "--mem-fraction-static",
+        ("mem_fraction",),
+        lambda choice: (round(choice.mem_fraction + change, 4) for change in (-0.05, 0.05)),
+    ),
+    (
+        "--kv-cache-dtype",
+        ("kv_cache_dtype",),
+        lambda choice: ("auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16",),
+    ),
+    (
+        "--speculative-num-draft-tokens",
+        ("draft_tokens",),
+        lambda choice: (0 if choice.draft_tokens else choice.model.draft_tokens,),
+    ),
+    ("--dp", ("dp",), lambda choice: (1, choice.tp)),
+    ("--tp", ("tp",), _server_sizes),
+    # One server over all GPUs stays one.
+    ("--count", ("count", "tp"), lambda choice: _server_sizes(choice) if choice.count == choice.tp else ()),
+)
+
+
 def neighbours(choice: Choice) -> Iterator[tuple[str, Choice]]:
     """Yield the next smaller and larger choices of each option, with the change as a label.
 
     A server accepts their flags, but some may not fit into the memory.
     """
-    running = [choice.running // 2, choice.running * 2]
-    fractions = [round(choice.mem_fraction + change, 4) for change in (-0.05, 0.05)]
-    kv_cache_dtype = "auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16"
-    drafts = 0 if choice.draft_tokens else choice.model.draft_tokens
-    sizes = [size for size in (choice.tp // 2, choice.tp * 2) if 1 <= size <= MOST_GPUS]
-    changes: list[tuple[str, dict[str, Any]]] = [
-        *((f"--max-running-requests {requests}", {"running": requests}) for requests in running),
-        *((f"--mem-fraction-static {fraction:.2f}", {"mem_fraction": fraction}) for fraction in fractions),
-        (f"--kv-cache-dtype {kv_cache_dtype}", {"kv_cache_dtype": kv_cache_dtype}),
-        (f"--speculative-num-draft-tokens {drafts}" if drafts else "no speculation", {"draft_tokens": drafts}),
-        *((f"--dp {ranks}", {"dp": ranks}) for ranks in (1, choice.tp)),
-        *((f"--tp {size}", {"tp": size}) for size in sizes),
-        *((f"--count {size}", {"count": size, "tp": size}) for size in sizes if choice.count == choice.tp),
-    ]
-    for label, changed in changes:
-        try:
-            other = replace(choice, **changed)
-        except ValueError:
-            continue
-        if other != choice:
-            yield label, other
+    for flag, fields, values in _OPTIONS:
+        for value in values(choice):
+            try:
+                other = replace(choice, **dict.fromkeys(fields, value))
+            except ValueError:
+                continue
+            if other != choice:
+                yield _label(flag, value), other
+
+
+def _label(flag: str, value: Any) -> str:
+    if flag == "--speculative-num-draft-tokens" and not value:
+        return "no speculation"
+    return f"{flag} {value:.2f}" if isinstance(value, float) else f"{flag} {value}"
 
 
 def recommend(choice: Choice, goal: str) -> Plan:

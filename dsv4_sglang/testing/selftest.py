@@ -129,7 +129,15 @@ def _step(manager: KVCacheManager, slot: int, x: FormulaInputs, tokens: slice, f
     positions = torch.arange(TOKENS, device=device)[tokens]
     slots = torch.full_like(positions, slot)
     layer = manager.layer(0, manager.begin_step(slots, positions, slots))
-    weights = LayerWeights(x.kv_norm, rope, EPS, x.entry_norm, x.ape, x.index_norm, x.index_ape)
+    weights = LayerWeights(
+        kv_norm=x.kv_norm,
+        entry_norm=x.entry_norm,
+        index_norm=x.index_norm,
+        ape=x.ape,
+        index_ape=x.index_ape,
+        rope=rope,
+        eps=EPS,
+    )
     layer.append(x.kv[tokens].to(formats.dtype), weights, part(x.kv_score), part(x.index_kv_score))
     window, classical, keys = layer.read_swa_view(), layer.read_classical_view(), layer.read_indexer_view()
     entries = rows = lens = None

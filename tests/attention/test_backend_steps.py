@@ -41,7 +41,9 @@ class Steps:
             return torch.randn(shape, generator=self.generator)
 
         self.backend.begin_recorded()
-        inputs = LayerInputs(LayerWeights(torch.ones(512), self.rope, 1e-6), torch.zeros(HEADS), lambda: None, False)
+        inputs = LayerInputs(
+            LayerWeights(kv_norm=torch.ones(512), rope=self.rope), torch.zeros(HEADS), lambda: None, False
+        )
         layer = SimpleNamespace(layer_id=0, scaling=1.0)
         self.backend.forward(
             random(tokens, HEADS, 512), random(tokens, 1, 512), torch.empty(0), layer, batch, inputs=inputs

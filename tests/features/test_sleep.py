@@ -133,7 +133,7 @@ def test_all_pools_are_released(monkeypatch: pytest.MonkeyPatch, rows: str) -> N
     given = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.values()}
     for tensor in outside.values():
         given.pop(tensor.untyped_storage().data_ptr(), None)
-    tables = requests.mamba_pool.storage._live_units.nbytes + requests.mamba_pool.storage._kept_units.nbytes
+    tables = requests.mamba_pool.storage._live_units.nbytes + requests.mamba_pool.storage._snapshot_units.nbytes
     table = requests.mamba_pool.bytes + blocks.bytes
     assert sum(given.values()) == table + requests.req_to_token.nbytes + tables, "not what the start-up table counts"
 

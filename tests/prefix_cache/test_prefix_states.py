@@ -172,8 +172,8 @@ class ResumedLayer:
             random(TOKENS, 512) if csa else None,
         )
         self.weights = LayerWeights(
-            random(512),
-            torch.view_as_real(torch.polar(torch.ones(512, 32), random(512, 32))).flatten(1),
+            kv_norm=random(512),
+            rope=torch.view_as_real(torch.polar(torch.ones(512, 32), random(512, 32))).flatten(1),
             entry_norm=random(512) if ratio else None,
             ape=random(*((4, 1024) if csa else (128, 512))) if ratio else None,
             index_norm=random(128) if csa else None,

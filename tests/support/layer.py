@@ -160,7 +160,7 @@ class Layer:
     def weights(self) -> LayerWeights:
         names = ("entry_norm", "ape", "index_norm", "index_ape")
         compressor = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return LayerWeights(self.attention.kv_norm.weight, self.rope, EPS, **compressor)
+        return LayerWeights(kv_norm=self.attention.kv_norm.weight, rope=self.rope, eps=EPS, **compressor)
 
     def append(self, step: StepMetadata, projections: Projections, window: Tensor | None) -> None:
         tables = LayerTables(self.ring, self.compressor_state, self.entries, self.index_keys)

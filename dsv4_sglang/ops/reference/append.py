@@ -61,16 +61,15 @@ def _state_draft_tokens(ratio: int, compressor_state: Tensor | None) -> int:
 
 
 def _pool(kz: Tensor) -> Tensor:
-    """Return the per-channel softmax pooling of windows (SPEC 3.2, 3.3): k and z [2, windows, rows, D] ->
-    [windows, D].
-    """
+    """Return the per-channel softmax pooling of a window (SPEC 3.2, 3.3): k and z [2, rows, D] -> [D]."""
     k, z = kz
-    return (z.softmax(1) * k).sum(1)
+    return (z.softmax(0) * k).sum(0)
 
 
 def _csa_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor, tracked: Tensor | None) -> Tensor:
     """Pool the CSA windows that the chunk completes, then update the compressor state.
 
+    A window pools eight rows: the previous stream of the window before it, and its own current stream.
     `compressor_state` [slots, rows, D] is that of one compressor.
     """
     dim, rings = compressor_state.shape[-1], _csa_compressor_state(compressor_state)
@@ -84,6 +83,7 @@ def _csa_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor
     start, stop = CSA_RATIO * (first - 1), chunk.length + chunk.count
     arranged = torch.zeros(2, 2, stop - start, dim)
     arranged[:, 1] = NEG_INF
+    before, own = arranged
     # Older rows are dead: only seven rows of the previous stream and three of the open window are live.
     for kz, new, state, live in zip(arranged, streams, (previous, current), (2 * CSA_RATIO, CSA_RATIO)):
         ring = state[chunk.slot].unflatten(0, (2, -1))
@@ -94,12 +94,14 @@ def _csa_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor
         ring[:, at % ring.shape[1]] = new[:, -len(at) :]
     if tracked is not None:  # a snapshot ends at a multiple of 128, where only the last 4 previous rows are live
         at, rows = chunk.latest(chunk.own)
-        kept = (tracked[rows] >= 0) & (at % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)
-        slots, at, new = tracked[rows][kept].long(), at[kept], streams[0][:, -chunk.own :][:, kept]
+        due = (tracked[rows] >= 0) & (at % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)
+        slots, at, new = tracked[rows][due].long(), at[due], streams[0][:, -chunk.own :][:, due]
         previous.unflatten(1, (2, -1))[slots, :, at % rings.previous] = new.transpose(0, 1)
-    closed = torch.arange((stop - chunk.own) // CSA_RATIO, stop // CSA_RATIO) - first
-    windows = CSA_RATIO * closed[:, None] + torch.arange(CSA_RATIO)
-    return _pool(torch.cat([arranged[0][:, windows], arranged[1][:, windows + CSA_RATIO]], 2))
+    pooled = []
+    for window in range((stop - chunk.own) // CSA_RATIO, stop // CSA_RATIO):
+        begin = CSA_RATIO * window - start
+        pooled.append(_pool(torch.cat([before[:, begin - CSA_RATIO : begin], own[:, begin : begin + CSA_RATIO]], 1)))
+    return torch.stack(pooled) if pooled else arranged.new_empty(0, dim)
 
 
 def _hca_pool(chunk: Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ def _hca_pool_raw(chunk: Chunk, kz: Tensor, state: Tensor) -> list[Tensor]:
         rows = window.shape[1]
         state[:, :rows] = window
         if rows == HCA_RATIO:
-            pooled.append(_pool(window[:, None])[0])
+            pooled.append(_pool(window))
         open_rows, begin = 0, end
     return pooled
 
@@ -271,11 +273,7 @@ def append(
         stop = chunk.length + chunk.count
         closed = torch.arange((stop - chunk.own) // ratio, stop // ratio)
         entry_indices = out_loc[chunk.begin + ratio * (closed + 1) - 1 - chunk.length] // ratio
-
-        def finish(pooled: Tensor, norm: Tensor, at: Tensor = ratio * closed) -> Tensor:
-            """Return finished entries, rotated at the first token of their window (SPEC 3.4)."""
-            return normalise_and_rotate(round_stage(pooled), norm, eps, at, rope, round_stage)
-
+        first = ratio * closed  # entries are rotated at the first token of their window (SPEC 3.4)
         if ratio == HCA_RATIO:
             pooled = _hca_pool(chunk, kv_score, ape, compressor_state)
         else:
@@ -283,9 +281,11 @@ def append(
             assert index_norm is not None and index_keys is not None
             entry_state, index_state = compressor_state.split([ENTRY_DIM, INDEX_DIM], -1)
             pooled = _csa_pool(chunk, kv_score, ape, entry_state, staging_slots)
-            keys = finish(_csa_pool(chunk, index_kv_score, index_ape, index_state, staging_slots), index_norm)
+            keys = _csa_pool(chunk, index_kv_score, index_ape, index_state, staging_slots)
+            keys = normalise_and_rotate(round_stage(keys), index_norm, eps, first, rope, round_stage)
             KVBuffer(index_keys, KeyFormat.from_code(key_format)).write(entry_indices, hadamard(keys))
-        rings._replace(data=entries).write(entry_indices, finish(pooled, entry_norm))
+        pooled = normalise_and_rotate(round_stage(pooled), entry_norm, eps, first, rope, round_stage)
+        rings._replace(data=entries).write(entry_indices, pooled)
 
 
 def append_swa(
