@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fastapi import HTTPException  # noqa: TID251  an exception class; nothing listens
@@ -29,8 +30,16 @@ SCHEDULED = (
     io_struct.BatchTokenizedGenerateReqInput,
     io_struct.BatchTokenizedEmbeddingReqInput,
 )
-# The calls of this HTTP process that wait for schedulers, by the id of their control request.
-_waiting: dict[str, FanOutCommunicator[Any]] = {}
+
+
+class Receiver(Protocol):
+    """A call of an HTTP process that waits for the answers of schedulers."""
+
+    def handle_recv(self, answer: Any, /) -> None: ...
+
+
+# The waiting calls of this HTTP process, by the id of their control request.
+_waiting: dict[str, Receiver] = {}
 
 
 class FatalError(RuntimeError):
@@ -135,18 +144,25 @@ def receive_errors(original: Callable[..., None], manager: Any) -> None:
 
 
 def _receive(answer: io_struct.RpcReqOutput) -> None:
-    if (communicator := _waiting.get(answer.rid or "")) is not None:
-        communicator.handle_recv(answer)
+    if (receiver := _waiting.get(answer.rid or "")) is not None:
+        receiver.handle_recv(answer)
+
+
+@contextmanager
+def receiving(rid: str, receiver: Receiver) -> Iterator[None]:
+    """Context manager: pass each `RpcReqOutput` with the id `rid` to `receiver`."""
+    _waiting[rid] = receiver
+    try:
+        yield
+    finally:
+        del _waiting[rid]
 
 
 async def raise_errors(original: Callable[..., Any], communicator: FanOutCommunicator[Any], obj: Any) -> Any:
     """AROUND `FanOutCommunicator.__call__`: raise ControlRequestError if a scheduler answers with an error."""
     obj.rid = uuid.uuid4().hex
-    _waiting[obj.rid] = communicator
-    try:
+    with receiving(obj.rid, communicator):
         answers = await original(communicator, obj)
-    finally:
-        del _waiting[obj.rid]
     errors = [answer.message for answer in answers if isinstance(answer, io_struct.RpcReqOutput)]
     if errors:
         raise ControlRequestError("; ".join(dict.fromkeys(errors)))

@@ -12,7 +12,7 @@ from typing import Any
 from dsv4_sglang.srt.attention import collectives, prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
-from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, sleep
+from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, lookup, sleep
 from dsv4_sglang.srt.plugin import request_validation, start_progress, tokenizer_workers
 from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.plugin.sglang_contract import Hook
@@ -117,6 +117,9 @@ ALWAYS: Table = {
         SRT + "managers.scheduler.Scheduler.init_request_dispatcher": control_requests.guard_control_requests,
         SRT + "managers.tokenizer_manager.TokenizerManager.init_communicators": control_requests.receive_errors,
         SRT + "managers.communicator.FanOutCommunicator.__call__": control_requests.raise_errors,
+    },
+    "a router asks which tokens of a prompt are cached; this call is the first one that has the tokenizer manager": {
+        SRT + "parser.template_manager.TemplateManager.initialize_templates": lookup.add_endpoint
     },
     "SGLang aborts all requests whose ids begin with the given id, such as job-10 with job-1": {
         SRT + "managers.scheduler.Scheduler.abort_request": control_requests.abort_one

@@ -224,10 +224,13 @@ class ServerContext:
         return self.pool
 
     def started(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """Check the classes of a scheduler before it reports ready, and start the watchdog of loads."""
+        """Check the classes of a scheduler before it reports ready, let it answer lookups, and start the watchdog of
+        loads."""
+        from dsv4_sglang.srt.features.lookup import answer_lookups
         from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 
         check_started(scheduler)
+        answer_lookups(scheduler)
         if isinstance(scheduler.tree_cache, HostPrefixCache):
             scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
         return original(scheduler)
