@@ -442,25 +442,25 @@ class HostCacheServer(BlockOwner):
             tokens = past[:cut] + [1000 + unique] * rng.randrange(1, 200)
         return self._request(tokens)
 
-    def _request(self, tokens: list[int], tenant: str | None = None) -> Request:
+    def _request(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> Request:
         self.admitted += 1
         request = Request([], 0, self.admitted)
         request.origin_input_ids, request.prompt, request.decoding = array("q", tokens), len(tokens), False
-        request.extra_key = tenant
+        request.extra_key, request.cache_salt = tenant, salt
         return request
 
-    def start(self, tokens: list[int], tenant: str | None = None) -> dict[str, Any]:
+    def start(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> dict[str, Any]:
         """Admit one prompt while no other request runs, compute it, and insert it into the tree."""
-        step = self._admit(self._request(tokens, tenant))
+        step = self._admit(self._request(tokens, tenant, salt))
         assert step is not None
         self.launch([step], self._consumer).synchronize()
         step["request"].decoding = True
         self._insert(step["request"])
         return step
 
-    def serve(self, tokens: list[int], tenant: str | None = None) -> int:
+    def serve(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> int:
         """Serve one prompt to its end. Return the number of its cached tokens."""
-        step = self.start(tokens, tenant)
+        step = self.start(tokens, tenant, salt)
         self.finish(step["request"])
         self.settle()
         return step["begin"]

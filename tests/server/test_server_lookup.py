@@ -17,7 +17,7 @@ from server_harness import FP32, Server, empty_device, only, prompt
 
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 BLOCK, CONTEXT, VOCABULARY = 128, 2048, 384
 KEY = "of users"
