@@ -66,7 +66,7 @@ demo: $(STAMP) $(MODEL)/config.json
 	$(BIN)/dsv4-sglang demo --model-path $(MODEL) $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 check-recipes: $(STAMP)
 	$(BIN)/python tools/check_recipes.py $(RECIPE)

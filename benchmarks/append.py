@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import loads, report, timing, traffic
-from benchmarks.append_in_tree import InTree, compile_kernels
+from benchmarks import command_line, loads, report, timing, traffic
+from benchmarks.append_in_tree import InTree
 from benchmarks.append_ours import Inputs, Ours, ops_for, random_inputs
 from benchmarks.loads import Load
 from benchmarks.traffic import Formats
@@ -122,7 +122,7 @@ class Bench:
         Raises:
             ValueError: the stored values differ, so one side does not do the work.
         """
-        from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged
+        from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged_dsv4
 
         config = first_layers(DSV4Config.flash(), 4)
         chunk, batch = 300, 2
@@ -143,7 +143,7 @@ class Bench:
                     (
                         "window",
                         KVBuffer(ours.layers[layer].ring, KVFormat.FP8).read(ring_rows),
-                        dequantize_k_cache_paged(theirs.layers[layer].window, theirs.full_to_swa[slots], 128),
+                        dequantize_k_cache_paged_dsv4(theirs.layers[layer].window, theirs.full_to_swa[slots], 128),
                     )
                 ]
                 if ratio:
@@ -156,7 +156,7 @@ class Bench:
                         (
                             "entries",
                             KVBuffer(table, KVFormat.FP8).read(at),
-                            dequantize_k_cache_paged(theirs.layers[layer].entries, there, 256 // ratio),
+                            dequantize_k_cache_paged_dsv4(theirs.layers[layer].entries, there, 256 // ratio),
                         )
                     )
                 for what, mine, other in pairs:
@@ -203,7 +203,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     bench = Bench(args)
     result = report.Report("append", args, {"context": bench.context, "samples": bench.samples})
     if "copy_gbs" not in result.data["facts"]:
@@ -212,7 +212,6 @@ def main(argv: list[str] | None = None) -> int:
     bench.launch_us = result.data["facts"].get("empty_launch_us", 0.0)
     if not args.dry_run:
         result.part("load ours", partial(ops_for, bench.device), setup=True)
-        result.part("compile in-tree", compile_kernels, setup=True)
         result.part("agreement", bench.agreement)
     for name, function in wanted_parts(args):
         result.part(name, partial(function, bench))

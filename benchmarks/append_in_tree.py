@@ -13,7 +13,6 @@ window page for CSA, and a ring of 128 rows per request for HCA.
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -39,26 +38,6 @@ def page_bytes(rows: int) -> int:
 def window_page_slots(positions: Tensor, pages: int) -> Tensor:
     """Return the slot of each position within the `pages` window pages of its request, int64."""
     return positions // WINDOW_PAGE % pages * WINDOW_PAGE + positions % WINDOW_PAGE
-
-
-def compile_kernels() -> None:
-    """Build all kernels in parallel. Built on first use, each would wait for its own compiler."""
-    from sglang.kernels.ops.attention.dsv4 import compress, elementwise
-
-    fp32, bf16 = torch.float32, torch.bfloat16
-    jobs: list[Any] = [
-        lambda: elementwise._jit_main_k_norm_rope_flashmla_module(bf16, 512, 64, WINDOW_PAGE),
-        lambda: compress._jit_compress_module(512, fp32, fp32, fp32, 4),
-        lambda: compress._jit_compress_module(128, fp32, fp32, fp32, 4),
-        lambda: compress._jit_compress_module(512, fp32, fp32, fp32, 128),
-        lambda: compress._jit_compress_norm_rope_module(fp32, 512, 64, PAGE // 4),
-        lambda: compress._jit_compress_norm_rope_module(fp32, 128, 64, PAGE // 4),
-        lambda: compress._jit_compress_norm_rope_module(fp32, 512, 64, PAGE // 128),
-        compress._jit_compress_plan_module,
-    ]
-    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        for job in [pool.submit(job) for job in jobs]:
-            job.result()
 
 
 @dataclass

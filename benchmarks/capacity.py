@@ -13,10 +13,6 @@ installed release's own pool configurator, called with flags that a user can set
 - 0.5 is what users set for prefix hits.
 - 0.01 with its online HCA state is close to the largest token capacity that it can be tuned to. It leaves room for the
   windows of the running requests only.
-
-SGLang can also size the window pool by running requests and cached prefixes (`--swa-prefix-tails`). For V4 it
-sets the ratio to 0.1 when the user gives none, so these flags have no effect. The last row shows what its configurator
-would compute without that ratio; no flag leads to it.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks import report
+from benchmarks import command_line, report
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.planner.ask_sglang import in_tree_capacity
@@ -39,7 +35,6 @@ from dsv4_sglang.planner.models import CONFIGS as RELEASED
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import MAX_STAGING, StateDemand
-from dsv4_sglang.srt.sglang.flags import RATIO_IS_GIVEN
 
 GIB = 1 << 30
 CONFIGS = {
@@ -105,9 +100,6 @@ def in_tree_settings() -> dict[str, dict[str, Any]]:
     return {
         "in-tree, default": {},
         "in-tree, windows for hits (0.5)": {"swa_full_tokens_ratio": 0.5},
-        "in-tree, --swa-prefix-tails 0": {"swa_prefix_tails": 0},
-        "in-tree, --swa-prefix-tails 512": {"swa_prefix_tails": 512},
-        "in-tree, no ratio (no flag leads there)": {RATIO_IS_GIVEN: False},
     }
 
 
@@ -142,7 +134,7 @@ def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int)
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__)
+    options = command_line.report_parser(__doc__)
     options.add_argument("--gib", type=float, default=78.82, help="memory for the cache in GiB (%(default)s)")
     options.add_argument("--requests", type=int, default=256, help="running requests (%(default)s)")
     options.add_argument("--snapshots", type=int, default=512, help="state snapshots of ours (%(default)s)")

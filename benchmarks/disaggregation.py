@@ -20,11 +20,10 @@ it includes the computation of the later prefill chunks. The time to first token
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import re
+import shlex
 import statistics
 import threading
 import time
@@ -32,15 +31,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
-from benchmarks import ports, report, servers
-from benchmarks.environment import ROOT
+from benchmarks import bench, command_line, ports, report
+from benchmarks.client import deliveries
 from benchmarks.servers import Server
 from dsv4_sglang.cli.client import samples
 
 SIDES = ("apart", "tp")
+# Transfer backend on GPUs and in a dry run, and the module that it needs. No dependency installs one.
+NIXL, MOONCAKE = ("nixl", "nixl"), ("mooncake_tcp", "mooncake")
 TRANSFERS = "sglang:kv_transfer_"
 TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
@@ -98,9 +99,9 @@ class Side:
 
     def generate(self, ids: Sequence[int], tokens: int) -> float:
         """Return the seconds until the answer was complete."""
-        start = time.monotonic()
+        start = time.perf_counter()
         self.server.request("/generate", self.body(ids, tokens), 300)
-        return time.monotonic() - start
+        return time.perf_counter() - start
 
     def stream(self, ids: Sequence[int], tokens: int, came: list[tuple[float, int]], end: threading.Event) -> None:
         """Record arrival times and token counts in `came` until `end` is set.
@@ -116,12 +117,11 @@ class Side:
         """
         with self.server.send("/generate", self.body(ids, tokens, stream=True)) as answer:
             last = b""
-            for line in answer:
+            for now, last in deliveries(answer):
                 if end.is_set():
                     return
-                if found := TOKENS.search(line):
-                    came.append((time.monotonic(), int(found[1])))
-                last = line.strip() or last
+                if found := TOKENS.search(last):
+                    came.append((now, int(found[1])))
         if not end.is_set():
             raise RuntimeError(f"a stream ended before its measurement was over; its last line: {last[:300]!r}")
 
@@ -170,49 +170,41 @@ def of_gaps(found: Sequence[float], seconds: float) -> dict[str, float]:
     }
 
 
-class Bench:
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.plan, self.seed = args, DRY if args.dry_run else Plan(), 0
-        self.model = ROOT / "benchmarks" / "configs" / "flashshape"
-        if args.dry_run:
-            from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+class Bench(bench.Bench):
+    @property
+    def plan(self) -> Plan:
+        return DRY if self.args.dry_run else Plan()
 
-            self.model = make_tiny(report.scratch_folder("apart"), TinySpec(ratios=(0, 4, 128)))
-        self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
-
-    def prompt(self, tokens: int) -> list[int]:
-        self.seed += 1
-        return servers.random_prompt(tokens, self.vocab, self.seed)
-
-    def flags(self) -> list[str]:
+    def base(self) -> list[str]:
         """Return the flags of every server."""
-        most, more = str(2 * self.args.streams), self.args.flags.split()
+        most = str(2 * self.args.streams)
         if self.args.dry_run:
-            return ["--max-running-requests", most, "--context-length", "4096", *more]
+            return ["--max-running-requests", most, "--context-length", "4096"]
         return [
-            *("--load-format", "dummy", "--mem-fraction-static", "0.4", "--max-total-tokens", str(1 << 19)),
+            *("--mem-fraction-static", str(self.args.memory), "--max-total-tokens", str(1 << 19)),
             *("--context-length", str(1 << 17)),
             *("--max-running-requests", most, "--cuda-graph-max-bs-decode", most, "--enable-metrics"),
-            *("--sleep-on-idle", *more),
+            "--sleep-on-idle",
         ]
 
-    def server(self, name: str, *more: str) -> Server:
-        argv, environment = servers.command(self.model, [*self.flags(), *more], ours=True, cpu=self.args.dry_run)
+    def of_side(self, name: str, *flags: str) -> Server:
         # The servers of all sides share the GPUs, so free memory differs between ranks.
-        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-        return Server(name, argv, environment, Path(self.args.out) / "logs" / f"apart-{name}.log")
+        unequal = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+        server = self.server("ours", f"apart-{name}", [*self.base(), *flags], **unequal)
+        server.name = name
+        return server
 
     def side(self, name: str, bootstrap: int) -> Side:
         """Return the servers of one side. A prefill and decode pair connects through the port `bootstrap`."""
         if name != "apart":
-            return Side(name, self.server(name, *(() if self.args.dry_run else ("--tp-size", "2"))))
-        backend = "mooncake_tcp" if self.args.dry_run else "nixl"
+            return Side(name, self.of_side(name, *(() if self.args.dry_run else ("--tp-size", "2"))))
+        backend = (MOONCAKE if self.args.dry_run else NIXL)[0]
         decode = () if self.args.dry_run else ("--base-gpu-id", "1")
         shared = "--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(bootstrap)
         return Side(
             name,
-            self.server("decode", *shared, "--disaggregation-mode", "decode", *decode),
-            self.server("prefill", *shared, "--disaggregation-mode", "prefill", "--enable-metrics"),
+            self.of_side("decode", *shared, "--disaggregation-mode", "decode", *decode),
+            self.of_side("prefill", *shared, "--disaggregation-mode", "prefill", "--enable-metrics"),
             bootstrap,
         )
 
@@ -220,7 +212,7 @@ class Bench:
         for server in filter(None, (side.prefill, side.server)):
             server.wait(self.args.start_timeout)
             yield {"measure": "start s", "side": side.name, "at": server.name, "value": server.start_seconds}
-        start = time.monotonic()
+        start = time.perf_counter()
         # Run every measured shape once: kernels compile on first use, and the servers of a pair connect.
         for tokens in (self.plan.prompt, self.plan.disturbing, *self.plan.transfer):
             for _ in range(2):
@@ -228,18 +220,18 @@ class Bench:
         with ThreadPoolExecutor(self.args.streams) as pool:
             prompts = [self.prompt(self.plan.prompt) for _ in range(self.args.streams)]
             list(pool.map(lambda ids: side.generate(ids, 32), prompts))
-        yield {"measure": "warm-up s", "side": side.name, "value": time.monotonic() - start}
+        yield {"measure": "warm-up s", "side": side.name, "value": time.perf_counter() - start}
 
     def disturb(self, side: Side, seconds: float) -> list[float]:
         """Send prompts at the given rate without waiting for answers. Return the seconds to the first token of each."""
-        period, start = 1 / self.args.rate, time.monotonic()
+        period, start = 1 / self.args.rate, time.perf_counter()
         with ThreadPoolExecutor(256) as pool:
             waiting = []
             for i in range(int(seconds * self.args.rate)):
-                time.sleep(max(0.0, start + i * period - time.monotonic()))
+                time.sleep(max(0.0, start + i * period - time.perf_counter()))
                 waiting.append(pool.submit(side.generate, self.prompt(self.plan.disturbing), 1))
-            time.sleep(max(0.0, start + seconds - time.monotonic()))
-            self.ended = time.monotonic()
+            time.sleep(max(0.0, start + seconds - time.perf_counter()))
+            self.ended = time.perf_counter()
             return [one.result() for one in waiting]
 
     def decode(self, side: Side) -> Iterator[dict[str, Any]]:
@@ -255,9 +247,9 @@ class Bench:
                         if stream.done():
                             stream.result()
                     time.sleep(0.02)
-                start = time.monotonic()
+                start = time.perf_counter()
                 time.sleep(quiet)
-                middle = time.monotonic()
+                middle = time.perf_counter()
                 first = self.disturb(side, busy)
                 for stream in streams:
                     if stream.done():
@@ -291,28 +283,35 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__)
+    options = command_line.report_parser(__doc__)
     options.add_argument("--streams", type=int, default=32, help="requests that decode (%(default)s)")
     options.add_argument("--rate", type=float, default=4, help="disturbing prompts per second (%(default)s)")
-    options.add_argument("--flags", default="", help="more flags for all servers")
-    options.add_argument("--start-timeout", type=float, default=240, help="seconds to start (%(default)s)")
+    command_line.add_model(options)
+    options.set_defaults(memory=0.4)
     args = options.parse_args(argv)
+    command_line.resolve(options, args)
+    if args.streams < 1 or args.rate <= 0:
+        options.error(f"--streams {args.streams} --rate {args.rate}: expected numbers above 0")
+    backend, module = MOONCAKE if args.dry_run else NIXL
+    if find_spec(module) is None:
+        options.error(f"the transfer backend {backend} is not installed, see docs/guides/disaggregation.md")
     if args.dry_run:
         args.streams = min(args.streams, 2)
-    bench = Bench(args)
-    settings = {"flags": bench.flags(), "streams": args.streams, "rate": args.rate}
+    made = Bench(args, args.out)
+    flags = [*made.flags(made.base()), *shlex.split(args.flags)]
+    settings = {"flags": flags, "streams": args.streams, "rate": args.rate}
     result = report.Report("apart", args, settings)
     with ExitStack() as stack:
         sides, bootstrap = [], stack.enter_context(ports.reserved())
         for name in SIDES:
-            sides.append(side := bench.side(name, bootstrap))
+            sides.append(side := made.side(name, bootstrap))
             for server in filter(None, (side.prefill, side.server)):
                 stack.callback(server.stop)
                 server.launch()
         for side in sides:
-            result.part(f"start/{side.name}", partial(bench.started, side), setup=True)
-            result.part(f"transfer/{side.name}", partial(bench.transfer, side))
-            result.part(f"decode/{side.name}", partial(bench.decode, side))
+            result.part(f"start/{side.name}", partial(made.started, side), setup=True)
+            result.part(f"transfer/{side.name}", partial(made.transfer, side))
+            result.part(f"decode/{side.name}", partial(made.decode, side))
     of = {measure: [row for row in result.rows if row["measure"] == measure] for measure in ("decode", "transfer")}
     columns = ["side", "at", "tokens/s", "ms between tokens", "p99", "longest", "prefills", "TTFT ms"]
     result.table("decode", columns, of["decode"])

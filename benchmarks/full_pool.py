@@ -1,7 +1,7 @@
 """Benchmark a pool that is full of cached conversations: the CPU time of an eviction, and decode throughput.
 
     python -m benchmarks.full_pool --measure eviction
-    python -m benchmarks.full_pool --measure decode --resume [--conversations 5000,20000] [--servers ours,in-tree]
+    python -m benchmarks.full_pool --measure decode --resume [--conversations 5000,20000]
 
 SGLang asks for one free page per request before each decode step, so with a full pool nearly every step evicts.
 
@@ -11,8 +11,7 @@ SGLang asks for one free page per request before each decode step, so with a ful
   room for the given number of conversations of 256 tokens, a page of SGLang. Each part is one server and one number of
   conversations, and takes 2 to 5 minutes. `--resume` runs the missing parts.
 
-SGLang's server has its best prefill graphs (`benchmarks.turns`). Options of models and sizes are those of
-`benchmarks.serve`.
+Options of models and sizes are those of `benchmarks.serve`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from benchmarks import report, serve, serve_plan, servers, turns
+from benchmarks import bench, command_line, report
 from benchmarks.servers import Server
 
 LEAVES, QUICK_LEAVES, DRY_LEAVES, EVICTIONS = (100, 1_000, 10_000, 100_000), (100, 1_000), (100,), 200
 # Tokens of a cached conversation, and conversations per request of the client.
 FILL, BATCH, CLIENTS = 256, 32, 4
+# This package's tree, and SGLang's with LRU on its two tree cores. Its servers use the one in Rust.
+TREES = ("ours", "sglang-python", "sglang-rust")
 # Conversations that are sent per conversation that fits, so that the pool is full.
 OVERFILL = 1.1
 
@@ -47,27 +48,26 @@ def evictions(kind: str, leaves: tuple[int, ...]) -> Iterator[dict[str, Any]]:
             }
 
 
-class Bench(serve.Bench):
-    def full(self, subject: str, conversations: int) -> Iterator[dict[str, Any]]:
+class Bench(bench.Bench):
+    def full(self, subject: str, conversations: int, number: int) -> Iterator[dict[str, Any]]:
         """Yield the decode rates of one server with the pool empty and full."""
-        server = self.server(subject, f"full-pool-{conversations}", self.args.memory)
-        server.argv += ["--max-total-tokens", str(conversations * FILL)]
-        server.argv += [] if subject == "ours" else turns.BEST_FLAGS.split()
-        row = {"measure": "decode", "subject": subject, "conversations": conversations}
-        with servers.running(server, self.args.start_timeout):
-            tokens = servers.max_total_tokens(server.url)
-            self.warm_up(server, ["decode"])
+        row = {"measure": "decode", "subject": subject, "conversations": conversations, "start": number}
+        row["flags"] = self.added(subject)
+        base = [*self.base(), "--max-total-tokens", str(conversations * FILL)]
+        with self.serving(subject, f"full-pool-{conversations}-{number}", base) as (server, facts):
+            row["tokens"] = tokens = facts["max_total_num_tokens"]
+            self.warm_up(server, bursts=self.sizes.decode)
             server.flush()
             empty = {}
             for rate in self.decode(server):
                 empty[rate["at"]] = rate["value"]
-                yield {**rate, **row, "pool": "empty", "tokens": tokens}
+                yield {**rate, **row, "pool": "empty", "command": facts["command"]}
             start = time.monotonic()
             self.fill(server, tokens)
             seconds = time.monotonic() - start
             for rate in self.decode(server):
                 share = rate["value"] / empty[rate["at"]] if rate["value"] and empty[rate["at"]] else None
-                yield {**rate, **row, "pool": "full", "tokens": tokens, "of empty": share, "fill s": seconds}
+                yield {**rate, **row, "pool": "full", "of empty": share, "fill s": seconds}
 
     def fill(self, server: Server, tokens: int) -> None:
         """Fill a pool of `tokens` tokens with conversations."""
@@ -78,30 +78,33 @@ class Bench(serve.Bench):
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__)
+    options = command_line.report_parser(__doc__)
     options.add_argument("--measure", default="eviction,decode", help="some of %(default)s")
-    options.add_argument("--trees", default="ours,sglang-python,sglang-rust", help="trees of evictions (%(default)s)")
-    options.add_argument("--servers", default="ours,in-tree", help="servers of decode (%(default)s)")
+    options.add_argument("--trees", default=",".join(TREES), help="trees of evictions (%(default)s)")
     options.add_argument("--conversations", default="5000,20000", help="sizes of the pool (%(default)s)")
-    options.add_argument("--flags", default="", help="more flags for both servers")
-    serve_plan.add_options(options)
+    command_line.add_servers(options, "ours,sglang-best")
+    command_line.add_decode(options)
     options.set_defaults(decode="64,256", prompt=256)
     args = options.parse_args(argv)
-    measures, args.measure = args.measure.split(","), "decode"
+    command_line.resolve(options, args)
+    measures, trees = args.measure.split(","), args.trees.split(",")
     if unknown := set(measures) - {"eviction", "decode"}:
         options.error(f"--measure {min(unknown)}: expected eviction, decode or both")
-    serve_plan.resolve(options, args)
-    settings = {"model": args.model, "flags": args.flags, "best_flags": turns.BEST_FLAGS, "fill": FILL}
+    if unknown := set(trees) - {*TREES}:
+        options.error(f"--trees {min(unknown)}: expected some of {', '.join(TREES)}")
+    pools = command_line.numbers(options, "conversations", args.conversations)
+    settings = {"model": args.model, "flags": args.flags, "fill": FILL, "starts": args.starts}
     result = report.Report("full_pool", args, settings)
     if "eviction" in measures:
-        for tree in args.trees.split(","):
+        for tree in trees:
             leaves = DRY_LEAVES if args.dry_run else QUICK_LEAVES if args.quick else LEAVES
             result.part(f"eviction/{tree}", partial(evictions, tree, leaves))
     if "decode" in measures:
-        bench = Bench(args)
-        for count in args.conversations.split(","):
-            for subject in ["ours"] if args.dry_run else args.servers.split(","):
-                result.part(f"decode/{subject}/{count}", partial(bench.full, subject, int(count)))
+        made = Bench(args, args.out)
+        for count in pools:
+            for number, subject in command_line.orders(args):
+                name = f"decode/{subject}/{count}" + (f"/{number}" if args.starts > 1 else "")
+                result.part(name, partial(made.full, subject, count, number))
     tables(result)
     return result.close()
 

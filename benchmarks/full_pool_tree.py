@@ -28,8 +28,6 @@ from dsv4_sglang.srt.sglang.models import replaced
 
 # Tokens of a conversation, and running requests, for each of which SGLang keeps a free page in every decode step.
 CONVERSATION, REQUESTS = 8 * BLOCK, 256
-# This package's tree, and SGLang's with LRU on its two tree cores. Its servers use the one in Rust.
-TREES = ("ours", "sglang-python", "sglang-rust")
 
 
 class Pool(StateReqToTokenPool):
@@ -64,7 +62,7 @@ class FullTree:
     """
 
     def __init__(self, kind: str, conversations: int) -> None:
-        """`kind`: one of TREES."""
+        """`kind`: one of `full_pool.TREES`."""
         tokens = conversations * CONVERSATION + REQUESTS * BLOCK
         self.pool = Pool(conversations + REQUESTS)
         self.allocator = PagedTokenToKVPoolAllocator(tokens, BLOCK, torch.uint8, "cpu", None, False)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import report, tables, timing
+from benchmarks import command_line, report, tables, timing
 from benchmarks.append_ours import ops_for
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.model.config import DSV4Config
@@ -190,9 +190,12 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
 def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
     """Return SGLang's work as a whole ("all") and by stages. Arguments as for `ours`."""
     import deep_gemm
-    from sglang.kernels.ops.attention.dsa.index_buf_accessor import GetKAndS
-    from sglang.kernels.ops.attention.dsv4 import plan_topk_v2, topk_transform_512_v2
-    from sglang.kernels.ops.attention.dsv4.elementwise import fused_q_indexer_rope_hadamard_quant
+    from sglang.kernels.ops.attention.dsv4 import (
+        fused_q_indexer_rope_hadamard_quant,
+        plan_topk_v2,
+        topk_transform_paged_v2,
+    )
+    from sglang.kernels.ops.kvcache.dsa_index_k_cache import GetKAndS
 
     shared = Tensors(load, device, layers)
     pages = page_table(load, KEYS_A_PAGE, device)
@@ -238,7 +241,7 @@ def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages
         return deep_gemm.fp8_mqa_logits(q, dense, head_weights, start, lens, clean_logits=False, max_seqlen_k=load.keys)
 
     def select(logits: torch.Tensor) -> None:
-        topk_transform_512_v2(logits, lens, token_pages, chosen, KEYS_A_PAGE, plan)
+        topk_transform_paged_v2(logits, lens, token_pages, chosen, KEYS_A_PAGE, plan)
 
     made = [query(layer) for layer in range(layers)]
     logits = score(0, made[0])
@@ -297,7 +300,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     device = torch.device("cpu" if args.dry_run else "cuda")
     samples = 10 if args.quick else 20
     result = report.Report("index", args, {"layers": LAYERS, "samples": samples})

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks import append, report, timing
+from benchmarks import append, command_line, report, timing
 from benchmarks.append_ours import ops_for
 from benchmarks.move_in_tree import InTree, compile_kernels, pieces_of
 from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema
@@ -307,7 +307,7 @@ def compile_in_tree(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     bench = Bench(args)
     settings = {"blocks": bench.blocks, "samples": bench.samples, "bytes of a block": bench.bytes_moved // bench.blocks}
     result = report.Report("move", args, settings)

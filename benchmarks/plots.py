@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import append, attend, index, move, oracle_distance
+from benchmarks import append, attend, index, move
+from benchmarks.command_line import RESULTS
 from benchmarks.environment import ROOT
-from benchmarks.report import RESULTS
-from benchmarks.studies import pyplot
 
 COLOURS = {
     "ours": "#1f77b4",
@@ -104,7 +103,7 @@ def draw_capacity(axis: Any, rows: list[Row]) -> None:
 
 
 def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
-    lines = [line for line in oracle_distance.summary(rows) if line["path"] == "decode" and line["prompts"] != "long"]
+    lines = [line for line in rows if line["path"] == "decode" and line["prompts"] != "long"]
     grouped_bars(axis, [shown(line["server"]) for line in lines], pick(lines, ("mean", "max")), "|d logprob|")
     axis.set_title("Distance to transformers in fp32")
 
@@ -150,6 +149,36 @@ def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
+def draw_prefix_simulation(axes: Any, rows: list[Row]) -> None:
+    """Draw the hit rate of each study, except that of the loads, with one line per setting and policy."""
+    studies = (
+        ("memory", "gigabytes", "Hit rate against memory, by active conversations", "memory for the cache, GB"),
+        ("loop", "conversations", "20,000-token conversations visited in turn, 20 GB", "conversations"),
+        ("interval", "interval", "Snapshot interval, 20 GB", "tokens between snapshots of long prefills"),
+        ("share", "share", "Share of memory in snapshots, 20 GB", "share"),
+    )
+    for axis, (name, x, title, label) in zip(axes.flat, studies):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in (row for row in rows if row["part"] == name):
+            setting = {
+                "memory": f"{row.get('active')}",
+                "loop": "",
+                "interval": f"{row.get('active')} active, share {row['share']}",
+                "share": f"{row.get('tokens')} tokens",
+            }[name]
+            key = f"{setting} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "this package"
+            lines.setdefault(key, []).append((row[x], row["hit"]))
+        for key, points in lines.items():
+            axis.plot(*zip(*points), marker="o", markersize=3, linestyle=":" if "LRU" in key else "-", label=key)
+        if name in ("memory", "interval"):
+            axis.set_xscale("log")
+        axis.set_title(title, fontsize=9)
+        axis.set(xlabel=label, ylabel="hit tokens / infinite cache's")
+        axis.set_ylim(0.75 if name in ("interval", "share") else 0, 1.01)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+
+
 DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "append": draw_append,
     "attend": draw_attend,
@@ -159,17 +188,32 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "oracle_distance": draw_oracle_distance,
     "prefix_trace": draw_prefix_trace,
     "tier_sweep": draw_tier_sweep,
+    "prefix_simulation": draw_prefix_simulation,
 }
-# Axes of a figure; one if not listed.
-PANELS = {"tier_sweep": 2}
+# Rows and columns of axes of a figure; one axis if not listed.
+PANELS = {"tier_sweep": (1, 2), "prefix_simulation": (2, 2)}
+
+
+def pyplot() -> Any:
+    """Import matplotlib's pyplot, set to draw into files. Equal figures give identical files, without random ids."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
-    """Return (rows, environment) of a benchmark's JSON or JSON lines file; None if there is no file."""
+    """Return (rows, environment) of a benchmark's JSON or JSON lines file; None if there is no file.
+
+    If the benchmark stored a summary, it replaces the rows.
+    """
     file = results / f"{name}.json"
     if file.is_file():
         data = json.loads(file.read_text())
-        return data["rows"], data["environment"]
+        return data.get("facts", {}).get("summary", data["rows"]), data["environment"]
     file = results / f"{name}.jsonl"
     if file.is_file():
         rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -187,7 +231,8 @@ def draw(results: Path, docs: Path) -> list[Path]:
         if loaded is None:
             continue
         rows, environment = loaded
-        figure, axes = plt.subplots(1, PANELS.get(name, 1), figsize=(8, 4), layout="constrained")
+        lines, columns = PANELS.get(name, (1, 1))
+        figure, axes = plt.subplots(lines, columns, figsize=(8, 4 * lines), layout="constrained")
         draw_rows(axes, rows)
         gpu = environment["gpu"].get("name", "computed")
         release = environment.get("versions", {}).get("sglang")

@@ -1,7 +1,9 @@
 """Simulate the hit rate against memory without a server: prefix tree, slots and policy under agent traces.
 
-python -m benchmarks.prefix_simulation               # every study, figures to docs/benchmarks/
-python -m benchmarks.prefix_simulation --what loop   # one study
+    python -m benchmarks.prefix_simulation [--parts loop,share] [--out DIR]
+
+Studies: `loop` (conversations visited in turn), `interval` (of snapshots in long prefills), `share` (of snapshots in
+memory), `memory` (and active conversations; half an hour, left out by --quick), `loads` (those of `prefix_trace`).
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from benchmarks import command_line, report
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
 from benchmarks.prefix_tree import FreeList, Node, PrefixTree
-from benchmarks.studies import Row, Rows, run_studies
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
@@ -24,6 +28,7 @@ from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
 SNAPSHOT_BYTES = 3_644_416
+Row = dict[str, Any]
 SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
 # Memory of blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under agent traces.
 LOAD_GIGABYTES = 3.22
@@ -177,7 +182,7 @@ def simulate(
         "gigabytes": gigabytes,
         "share": share,
         "interval": interval,
-        "policy": "lru" if registry is LeastRecentlyUsed else "worth",
+        "policy": "lru" if registry is LeastRecentlyUsed else "ours",
         "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
         "lost": round(simulation.lost_tokens / simulation.ideal_tokens, 4),
         "rejected": simulation.rejected,
@@ -268,38 +273,17 @@ STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def plot(pyplot: Any, results: dict[str, Rows]) -> Any:
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
-    for axis, (name, x, title, label) in zip(
-        axes.flat,
-        (
-            ("memory", "gigabytes", "Hit rate against memory, by active conversations", "memory for the cache, GB"),
-            ("loop", "conversations", "20,000-token conversations visited in turn, 20 GB", "conversations"),
-            ("interval", "interval", "Snapshot interval, 20 GB", "tokens between snapshots of long prefills"),
-            ("share", "share", "Share of memory in snapshots, 20 GB", "share"),
-        ),
-    ):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in results.get(name, []):
-            parts = {
-                "memory": f"{row.get('active')}",
-                "loop": "",
-                "interval": f"{row.get('active')} active, share {row['share']}",
-                "share": f"{row.get('tokens')} tokens",
-            }[name]
-            lines.setdefault(f"{parts} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "this package", []).append(
-                (row[x], row["hit"])
-            )
-        for key, points in lines.items():
-            axis.plot(*zip(*points), marker="o", markersize=3, linestyle=":" if "LRU" in key else "-", label=key)
-        if name in ("memory", "interval"):
-            axis.set_xscale("log")
-        axis.set(title=title, xlabel=label, ylabel="hit tokens / infinite cache's")
-        axis.set_ylim(0.75 if name in ("interval", "share") else 0, 1.01)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    return figure
+def main(argv: list[str] | None = None) -> int:
+    args = command_line.report_parser(__doc__).parse_args(argv)
+    result = report.Report("prefix_simulation", args, {"share": SHARE, "interval": INTERVAL})
+    for name, study in STUDIES.items():
+        if not (args.quick and name == "memory"):
+            # A dry run simulates the first case of each study.
+            result.part(name, partial(islice, study(), 1) if args.dry_run else study)
+    columns = ["part", "active", "conversations", "tokens", "gigabytes", "share", "interval", "policy", "hit", "lost"]
+    result.table("share of the hits of an infinite cache", columns)
+    return result.close()
 
 
 if __name__ == "__main__":
-    run_studies("prefix_simulation", __doc__, STUDIES, plot)
+    raise SystemExit(main())

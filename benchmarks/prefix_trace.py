@@ -5,19 +5,19 @@
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
     python -m benchmarks.prefix_trace sweep                # hits and seconds per turn, 1 to 132 conversations of 10,000
 
-`--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape (dummy weights) with `--flags
-"..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000". `--url` uses a running
-server. The cache is flushed first. Hit rates are weighted by tokens and relative to an infinite cache. `device_tokens`,
+`--servers ours,in-tree` starts servers of benchmarks/configs/flashshape (dummy weights) with `--flags "..."`, such as
+"--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000". `--url` uses a running server. The cache is
+flushed first. Hit rates are weighted by tokens and relative to an infinite cache. `device_tokens`,
 `host_tokens` and `storage_tokens` split the hits by tier. With `--enable-metrics` among the flags each row also has the
 bytes that the host cache had copied by then.
 
 `sweep` takes about three minutes on an H200 after the start of the server. Its sizes are chosen for this device cache:
 
-    python -m benchmarks.prefix_trace sweep --serve ours --output benchmarks/results/tier_sweep.jsonl \\
+    python -m benchmarks.prefix_trace sweep --servers ours --out benchmarks/results/tier_sweep.jsonl \\
         --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 4 --enable-metrics \\
             --enable-hierarchical-cache --hicache-ratio 8"
 
-With `--serve in-tree`, `--hicache-ratio 4` gives the same number of host bytes, because SGLang's tokens are more than
+With `--servers in-tree`, `--hicache-ratio 4` gives the same number of host bytes, because SGLang's tokens are more than
 twice as large. `benchmarks.plots` draws the file once it has rows of both servers. `--max-running-requests` is small
 because running requests hold snapshots: 256 requests would make a device cache of 65,536 tokens, and with it the host
 cache, nine times as large.
@@ -26,28 +26,27 @@ cache, nine times as large.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import shlex
 import statistics
 import sys
 import time
-from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import servers
+from benchmarks import command_line, servers
 from benchmarks.agent_trace import Turn, growing, load
-from benchmarks.environment import ROOT, environment
-from benchmarks.replay import TIERS, Client, Replay, Served
+from benchmarks.bench import Bench, append_rows
+from benchmarks.client import TIERS, Client
+from benchmarks.replay import Replay, Served
 
 # Tokens of a later visit.
 NEW_TOKENS = {"append": 200, "generate": 16}
-MODEL = ROOT / "benchmarks" / "configs" / "flashshape"
-START_SECONDS = 240
-NOT_OF_THE_LOAD = ("output", "url", "scenario", "serve", "flags", "log")
+LOAD = ("concurrency", "seed", "conversations", "tokens", "rounds", "active", "visits", "shortest", "longest")
+LOAD += ("generate", "steps", "vocab", "model", "starts", "dry_run")
+# Lengths of single prompts with which a server that was just started is warmed up.
+WARM_UP = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # (name, tokens in live conversations, figures)
 Parts = Iterator[tuple[str, int, dict[str, Any]]]
 
@@ -134,14 +133,10 @@ def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
     yield from run_growing(replay, args.tokens, args.steps)
 
 
-def report(part: str, row: dict[str, Any]) -> None:
-    print(
-        f"{part}, {row['live_tokens'] / 1e6:.2f} M tokens: {row['cached_tokens']} of {row['ideal_tokens']} tokens hit "
-        f"({row['hit_of_ideal']}), first token {row['first_token_s']}, turn {row['turn_s_p50']} s "
-        f"(mean {row['turn_s_mean']})",
-        file=sys.stderr,
-        flush=True,
-    )
+def report(row: dict[str, Any]) -> None:
+    hits = f"{row['cached_tokens']} of {row['ideal_tokens']} tokens hit ({row['hit_of_ideal']})"
+    times = f"first token {row['first_token_s']}, turn {row['turn_s_p50']} s (mean {row['turn_s_mean']})"
+    print(f"{row['part']}, {row['live_tokens'] / 1e6:.2f} M tokens: {hits}, {times}", file=sys.stderr, flush=True)
 
 
 SCENARIOS = {
@@ -154,92 +149,84 @@ DEFAULTS = {
     "alternate": {"conversations": 2, "tokens": 400_000, "concurrency": 1},
     "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
     "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [1, 2, 3, 6, 13, 25, 50, 75, 132]},
-    "trace": {"concurrency": 16},
+    "trace": {"concurrency": 16, "active": [100], "visits": [5], "longest": 200_000},
+}
+DRY = {
+    "alternate": {"conversations": 2, "tokens": 300, "concurrency": 1},
+    "revisit": {"conversations": 3, "tokens": 300, "concurrency": 2},
+    "sweep": {"tokens": 300, "concurrency": 1, "steps": [1, 3]},
+    "trace": {"concurrency": 2, "active": [2], "visits": [2], "longest": 3_000},
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("scenario", choices=SCENARIOS)
-    p.add_argument("--url", default="http://127.0.0.1:30000", help="a running server")
-    p.add_argument("--serve", choices=("ours", "in-tree"), help="start a server instead")
-    p.add_argument("--flags", default="", help="more flags of the server that --serve starts")
-    p.add_argument("--log", type=Path, default=Path("prefix_server.log"), help="log of the server that --serve starts")
-    p.add_argument("--vocab", type=int, default=4_000, help="token ids are below this")
-    p.add_argument("--concurrency", type=int, help="concurrent requests")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--conversations", type=int)
-    p.add_argument("--tokens", type=int, help="length of a conversation in the fixed scenarios")
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument(
-        "--active", type=int, nargs="+", default=[100], help="concurrent conversations, one load each (trace)"
-    )
-    p.add_argument(
-        "--visits", type=int, nargs="+", default=[5], help="turns per active conversation, one load each (trace)"
-    )
-    p.add_argument("--shortest", type=int, default=2_000, help="final length of the shortest conversation (trace)")
-    p.add_argument("--longest", type=int, default=200_000)
-    p.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
-    p.add_argument("--steps", type=int, nargs="+", help="ascending numbers of conversations (sweep)")
-    p.add_argument("--output", type=Path, help="append the results to this JSON-lines file")
-    return p
-
-
-@contextlib.contextmanager
-def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the URL of the server, and its cache sizes from the log if this starts it."""
-    if args.serve is None:
-        yield args.url, {}
-        return
-    flags = ["--load-format", "dummy", *shlex.split(args.flags)]
-    argv, variables = servers.command(MODEL, flags, args.serve == "ours", cpu=False)
-    with servers.running(servers.Server(args.serve, argv, variables, args.log), START_SECONDS) as server:
-        yield server.url, servers.sizes(server.lines())
-
-
-def warm_up(client: Client, vocab: int) -> None:
-    """Send one prompt of each batch size. SGLang's matrix kernels compile when a size first occurs."""
-    for tokens in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192):
-        client.generate(array("i", servers.random_prompt(tokens, vocab, seed=tokens)), 2)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    for name, value in DEFAULTS[args.scenario].items():
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    options = command_line.parser(__doc__)
+    options.add_argument("scenario", choices=SCENARIOS)
+    options.add_argument("--out", "--output", type=Path, help="JSON lines, appended; logs beside it")
+    options.add_argument("--concurrency", type=int, help="concurrent requests")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--conversations", type=int)
+    options.add_argument("--tokens", type=int, help="length of a conversation in the fixed scenarios")
+    options.add_argument("--rounds", type=int, default=3)
+    loads = "one load each (trace)"
+    options.add_argument("--active", type=int, nargs="+", help=f"concurrent conversations, {loads}")
+    options.add_argument("--visits", type=int, nargs="+", help=f"turns per active conversation, {loads}")
+    options.add_argument("--shortest", type=int, default=2_000, help="length of the shortest conversation (trace)")
+    options.add_argument("--longest", type=int, help="length of the longest conversation (trace)")
+    options.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
+    options.add_argument("--steps", type=int, nargs="+", help="ascending numbers of conversations (sweep)")
+    command_line.add_servers(options, "ours,in-tree")
+    command_line.add_url(options)
+    options.set_defaults(quick=False)
+    args = options.parse_args(argv)
+    command_line.resolve(options, args)
+    for name, value in (DRY if args.dry_run else DEFAULTS)[args.scenario].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.steps and (args.steps[0] < 1 or any(a >= b for a, b in pairwise(args.steps))):
-        parser().error(f"--steps is {args.steps}; expected numbers of conversations in strictly ascending order")
-    with serving(args) as (url, sizes):
-        client = Client(url)
-        if args.serve:
-            warm_up(client, args.vocab)
-        replay = Replay(client, concurrency=args.concurrency, vocab=args.vocab, seed=args.seed)
+        options.error(f"--steps is {args.steps}; expected numbers of conversations in strictly ascending order")
+    if args.scenario == "trace" and len(args.active) != len(args.visits):
+        options.error(f"--active {args.active} --visits {args.visits}: expected as many visits as loads")
+    return args
+
+
+def measure(args: argparse.Namespace, subject: str, number: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each part of the scenario.
+
+    Args:
+        args: the command line.
+        subject: name of the server.
+        number: number of the start.
+
+    Raises:
+        OutOfTime: the time limit is reached.
+    """
+    bench = Bench(args, args.out.parent if args.out else Path())
+    base = ["--context-length", "16384"] if args.dry_run else ["--mem-fraction-static", str(args.memory)]
+    with bench.served(args.url, subject, f"prefix-{number}", base) as (server, facts):
+        if isinstance(server, servers.Server):
+            bench.warm_up(server, prompts=WARM_UP[:8] if args.dry_run else WARM_UP)
+        vocab = args.vocab if args.url else min(args.vocab, bench.vocab)
+        replay = Replay(Client(server.url), concurrency=args.concurrency, vocab=vocab, seed=args.seed)
         replay.restart()
-        common = {
-            "scenario": args.scenario,
-            "server": {
-                "subject": args.serve,
-                "flags": args.flags,
-                **sizes,
-                "max_total_num_tokens": servers.max_total_tokens(url),
-            },
-            "arguments": {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_LOAD},
-            "environment": environment(),
-        }
         begin = time.perf_counter()
         for part, tokens, row in SCENARIOS[args.scenario](replay, args):
             row = {"part": part, "live_tokens": tokens, **row, "seconds": round(time.perf_counter() - begin, 1)}
-            if copies := servers.host_copies(url):
+            if copies := servers.host_copies(server.url):
                 row["host_copies"] = copies
-            report(part, row)
-            # Write each part at once, so that an interrupted run keeps its results.
-            line = json.dumps({**row, **common})
-            print(line)
-            if args.output:
-                with args.output.open("a") as file:
-                    file.write(line + "\n")
+            yield {**row, "scenario": args.scenario, "server": facts}
+            bench.check_time()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parsed(argv)
+
+    def show(row: dict[str, Any], line: str) -> None:
+        report(row)
+        print(line, flush=True)
+
+    return append_rows(args, partial(measure, args), show, arguments={name: getattr(args, name) for name in LOAD})
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,32 +1,17 @@
-"""Replay the turns of a trace on a running server (/generate with input_ids); record hits and times."""
+"""Replay the turns of a trace on a running server; record hits and times."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import random
 import threading
-import time
-import urllib.parse
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from benchmarks.agent_trace import Ideal, Turn
+from benchmarks.client import Client
 from benchmarks.trace_file import FIRST_TOKEN_ID
-
-TIERS = ("device", "host", "storage")
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    cached: int
-    of_tiers: dict[str, int]
-    first_token_s: float
-    total_s: float
 
 
 @dataclass
@@ -47,76 +32,6 @@ class Served:
     ideal: int
     first_token_s: float
     total_s: float
-
-
-class Client:
-    """HTTP client of one server, usable from many threads."""
-
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.hostname is None:
-            raise ValueError(f"server URL is {url!r}; expected http://HOST:PORT")
-        self.host, self.port, self.timeout_s = parts.hostname, parts.port or 80, timeout_s
-
-    def generate(self, prompt: array[int], count: int) -> Answer:
-        """Generate exactly `count` tokens greedily, streamed to measure the time to first token.
-
-        Raises:
-            RuntimeError: the server answers with an error.
-        """
-        return self.prepared(prompt, count)()
-
-    def prepared(self, prompt: array[int], count: int) -> Callable[[], Answer]:
-        """Return `generate` with these arguments as a function whose request body is already encoded.
-
-        Encoding holds the GIL for milliseconds, which would keep requests from starting together.
-        """
-        body = {
-            "input_ids": prompt.tolist(),
-            "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
-            "stream": True,
-        }
-        return partial(self._send, json.dumps(body).encode(), len(prompt), count)
-
-    def _send(self, body: bytes, prompt_tokens: int, count: int) -> Answer:
-        begin = time.perf_counter()
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
-        try:
-            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise RuntimeError(f"/generate of {prompt_tokens} tokens: {response.status} {response.read(500)!r}")
-            first, last = 0.0, b""
-            for line in response:
-                if line.startswith(b"data: {"):
-                    first = first or time.perf_counter()
-                    last = line
-        finally:
-            connection.close()
-        answer = json.loads(last[len(b"data: ") :] or b"{}")
-        if "error" in answer or "meta_info" not in answer:
-            raise RuntimeError(f"/generate of {prompt_tokens} tokens: {answer}")
-        meta = answer["meta_info"]
-        details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
-        return Answer(
-            answer["output_ids"][-count:],
-            meta["cached_tokens"],
-            {tier: details.get(tier, 0) for tier in TIERS},
-            first - begin,
-            time.perf_counter() - begin,
-        )
-
-    def flush(self) -> None:
-        """Empty the cache. Retry, because the server rejects this while it retires its last step."""
-        for _ in range(100):
-            connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
-            connection.request("POST", "/flush_cache")
-            status = connection.getresponse().status
-            connection.close()
-            if status == 200:
-                return
-            time.sleep(0.1)
-        raise RuntimeError("the server rejected /flush_cache for 10 s: are requests running?")
 
 
 class Replay:

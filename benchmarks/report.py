@@ -1,4 +1,11 @@
-"""Results of a benchmark: parts that can fail independently, a table, and a JSON file that is valid after every row."""
+"""Results of a benchmark: parts that can fail independently, a table, and a JSON file that is valid after every row.
+
+    python -m benchmarks.report turns.jsonl serve.json --servers ours,sglang-best
+
+As a program, it merges the rows of several starts of `turns`, `serve`, `prefix_trace` or `full_pool` into a Markdown
+table: the median over the starts with the lowest and highest, and the ratio of ours to the other server. A ratio is one
+of a pair: the n-th starts of both servers on GPUs of one kind. `--starts` swaps the order within every second pair.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +16,42 @@ import gc
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import ROOT, environment
+from benchmarks.environment import environment
 
-RESULTS = ROOT / "benchmarks" / "results"
 _folders = contextlib.ExitStack()
 atexit.register(_folders.close)
-
-
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks share."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file (%(default)s)")
-    options.add_argument("--quick", action="store_true", help="the short set")
-    options.add_argument(
-        "--dry-run", action="store_true", help="smallest sizes on the CPU, without the kernels of the peers"
-    )
-    options.add_argument("--parts", default="", help="only parts whose name contains one of these, separated by commas")
-    options.add_argument("--resume", action="store_true", help="keep the parts in the JSON file, run the missing ones")
-    return options
 
 
 def scratch_folder(name: str) -> Path:
     """Return a new folder, which is removed when the program ends or restarts itself."""
     return Path(_folders.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}_")))
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, p95, minimum and maximum in milliseconds."""
+    times = sorted(1e3 * value for value in seconds)
+
+    def at(share: float) -> float:
+        return round(times[min(len(times) - 1, int(share * len(times)))], 2)
+
+    return {"p50": round(statistics.median(times), 2), "p95": at(0.95), "low": at(0), "high": at(1)}
+
+
+def exit_on_time_limit() -> None:
+    """Exit through the context managers on SIGTERM, which a time limit sends, so that servers are stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 class Report:
@@ -56,6 +65,7 @@ class Report:
         self.name, self.args = name, args
         self.path = Path(args.out) / f"{name}.json"
         self.wanted = [part for part in args.parts.split(",") if part]
+        self.deadline = time.monotonic() + args.seconds
         self.console = Console(width=150 if not sys.stdout.isatty() else None)
         self.data: dict[str, Any] = {
             "benchmark": name,
@@ -66,8 +76,7 @@ class Report:
             "rows": [],
             "failures": [],
         }
-        # A time limit sends SIGTERM. Exit through the context managers, so that servers are stopped.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        exit_on_time_limit()
         if args.resume and self.path.is_file():
             self.data = json.loads(self.path.read_text())
 
@@ -85,6 +94,9 @@ class Report:
         """
         wanted = not self.wanted or any(word in name for word in self.wanted)
         if not setup and (name in self.data["parts"] or not wanted):
+            return
+        if not setup and time.monotonic() > self.deadline:
+            self.console.print(f"--seconds {self.args.seconds:.0f} is over, skipped: {name}", highlight=False)
             return
         self.rows[:] = [row for row in self.rows if row.get("part") != name]  # left by a run that ended in this part
         start = time.perf_counter()
@@ -109,9 +121,8 @@ class Report:
         self.save()
         if _device_lost():
             self.console.print(f"[red]the device is unusable after {name}; restarting with the next part[/red]")
-            module = f"benchmarks.{self.name}"
             _folders.close()
-            os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:], "--resume"])
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--resume"])
 
     def fact(self, name: str, value: Any) -> None:
         """Store a value that belongs to the whole run, such as a measured ceiling."""
@@ -173,3 +184,121 @@ def _device_lost() -> bool:
     except Exception:
         return True
     return False
+
+
+# Figures of a row by its measure; a dot leads to a part of a figure. Rows of a trace have no measure.
+FIGURES = {
+    "turn": ("first_token_ms.p50", "first_token_ms.p95", "turn_ms.p50"),
+    "tokens in the cache": ("value",),
+    "TTFT ms": ("value",),
+    "decode tokens/s": ("value", "step_ms", "between_tokens_ms.p50", "between_tokens_ms.p95"),
+    "decode": ("value", "between_tokens_ms.p50", "between_tokens_ms.p95"),
+    "turnover tokens/s": ("value",),
+    "GPU step us (profiled)": ("value", "idle_us"),
+    "trace": ("hit_of_ideal", "first_token_ms.p50", "first_token_ms.p95"),
+    None: ("hit_of_ideal", "turn_s_p50"),
+}
+# Fields that tell the cases of a measure apart.
+CASE = ("measure", "load", "at", "loop", "pool", "conversations", "scenario", "part", "tier")
+
+
+class Figure(NamedTuple):
+    """A figure of one start.
+
+    Attributes:
+        where: GPU, model, and number of GPUs if there are several.
+        begun: date and number of the start, by which starts are ordered.
+    """
+
+    where: str
+    commit: str
+    subject: str
+    flags: str
+    begun: tuple[str, int]
+    case: str
+    value: float
+
+
+def figures(file: Path) -> Iterator[Figure]:
+    """Yield the figures of a file of either kind, JSON or JSON lines."""
+    if file.suffix == ".jsonl":
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        data = json.loads(file.read_text())
+        rows = [{"environment": data["environment"], "settings": data["settings"], **row} for row in data["rows"]]
+    for row in rows:
+        environment, server = row["environment"], row.get("server", {})
+        settings = row.get("settings") or row.get("arguments") or {}
+        gpus = f"{settings['tp']} GPUs" if settings.get("tp", 1) > 1 else ""
+        where = filter(None, (environment["gpu"].get("name", "CPU"), settings.get("model"), gpus))
+        # A part belongs to the case for traces only: in a report it names the server.
+        case = " ".join(str(row[name]) for name in CASE if row.get(name) and (name != "part" or "scenario" in row))
+        begun = environment["date"], row.get("start") or row.get("round") or 1
+        of_start = ", ".join(where), environment["commit"]
+        of_server = server.get("subject") or row.get("subject") or "", server.get("flags") or row.get("flags") or ""
+        for name in FIGURES.get(row.get("measure"), ()):
+            value: Any = row
+            for key in name.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                yield Figure(*of_start, *of_server, begun, case + (f", {name}" if name != "value" else ""), value)
+
+
+def merged(found: Iterable[Figure], servers: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown table of the figures that each of `servers` has.
+
+    Raises:
+        ValueError: rows of a server differ in commit or flags, so that they are not starts of one thing.
+    """
+    wanted = [figure for figure in found if figure.subject in servers]
+    for server in servers:
+        for name in ("commit", "flags"):
+            of_server = sorted({getattr(figure, name) for figure in wanted if figure.subject == server})
+            if len(of_server) > 1:
+                raise ValueError(f"rows of {server} have {name} {of_server}; expected one, in files of their own")
+    ours, other = servers
+    lines = [f"| | {ours} | {other} | {ours} / {other} | starts |", "|---|---|---|---|---|"]
+    for where, case in dict.fromkeys((figure.where, figure.case) for figure in wanted):
+        # The last row of a start counts.
+        starts: list[dict[tuple[str, int], float]] = [
+            {f.begun: f.value for f in wanted if (f.where, f.case, f.subject) == (where, case, server)}
+            for server in servers
+        ]
+        first, second = ([values[begun] for begun in sorted(values)] for values in starts)
+        if first and second:
+            ratios = [a / b for a, b in zip(first, second) if b]
+            cells = [f"{case} ({where})", *map(spread_text, (first, second, ratios)), f"{len(first)} and {len(second)}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def spread_text(values: Sequence[float]) -> str:
+    """Return the median, and lowest and highest if there are several values."""
+    if not values:
+        return ""
+    middle, low, high = map(_text, (float(statistics.median(values)), float(min(values)), float(max(values))))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("files", nargs="+", type=Path, help="JSON or JSON lines")
+    options.add_argument("--servers", default="ours,sglang-best", help="two servers (%(default)s)")
+    options.add_argument("--commit", default="", help="only rows of commits that begin so")
+    args = options.parse_args(argv)
+    servers = args.servers.split(",")
+    if len(servers) != 2:
+        options.error(f"--servers {args.servers}: expected two servers, separated by a comma")
+    try:
+        found = [figure for file in args.files for figure in figures(file)]
+        lines = merged([figure for figure in found if figure.commit.startswith(args.commit)], servers)
+        if len(lines) == 2:
+            raise ValueError(f"no row of {servers[0]} has a row of {servers[1]} beside it, of the same model and GPU")
+        print(*lines, sep="\n")
+    except (OSError, ValueError) as error:
+        options.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -20,14 +20,13 @@ Columns:
 - "hit ms": time to first token of a request that was never retracted, with the same tokens (prompt and answer) cached
   on the device. It has its own "hit pause ms" and "hit computed". It includes the HTTP transfer of the prompt.
 
-A retracted request resumes with a prefill step, launched kernel by kernel, which takes far longer than a decode step
-even for a few tokens. So the cost of a retraction is "resume ms" - "hit pause ms" compared with a request that hits the
-same tokens on the device, and "resume ms" - "step ms" compared with a request that keeps decoding.
+A retracted request resumes with a prefill step, which takes longer than a decode step even for a few tokens. So the
+cost of a retraction is "resume ms" - "hit pause ms" compared with a request that hits the same tokens on the device,
+and "resume ms" - "step ms" compared with a request that keeps decoding.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -36,11 +35,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks import report, servers
-from benchmarks.serve_plan import MODELS
+from benchmarks import bench, command_line, report, servers
+from benchmarks.client import deliveries
 from benchmarks.servers import Server
 
 
@@ -111,10 +109,8 @@ class Stream:
         sampling = {"temperature": 0, "max_new_tokens": self.count, "ignore_eos": True}
         body = {"input_ids": self.prompt, "sampling_params": sampling, "stream": True}
         with self.server.send("/generate", body, timeout=600) as response:
-            for line in response:
-                if not line.startswith(b"data: {"):
-                    continue
-                now, message = time.perf_counter(), json.loads(line[6:])
+            for now, line in deliveries(response):
+                message = json.loads(line[6:])
                 meta, self.answer = message["meta_info"], message["output_ids"]
                 self.cached = meta["cached_tokens"]
                 new = meta["completion_tokens"] - len(self.times)
@@ -163,39 +159,29 @@ def longest_pause(times: Sequence[float], begin: float, end: float) -> float | N
     return 1e3 * longest if longest > 0 else None
 
 
-class Bench:
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.plan = args, DRY if args.dry_run else FULL
-        self.model = MODELS["flashshape"].folder
-        if args.dry_run:
-            from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+class Bench(bench.Bench):
+    @property
+    def plan(self) -> Plan:
+        return DRY if self.args.dry_run else FULL
 
-            self.model = make_tiny(report.scratch_folder("retract"), TinySpec(ratios=(0, 4, 128)))
-        self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
-        self.seed = 0
-
-    def server(self, subject: str) -> Server:
+    def pools(self) -> list[str]:
+        """Return the flags of a server whose pool has room for one long and one short request."""
         flags = ["--max-total-tokens", str(self.plan.pool), "--context-length", str(self.plan.pool)]
         flags += ["--max-running-requests", "8", "--enable-metrics"]
-        if not self.args.dry_run:
-            flags += ["--load-format", "dummy", "--mem-fraction-static", "0.6", "--cuda-graph-bs-decode", "1", "2", "4"]
-        flags += self.args.flags.split()
-        argv, environment = servers.command(self.model, flags, subject == "ours", self.args.dry_run)
-        environment["SGLANG_TEST_RETRACT"] = "1"
-        environment["SGLANG_TEST_RETRACT_INTERVAL"] = str(self.plan.interval)
-        return Server(subject, argv, environment, Path(self.args.out) / "logs" / f"retract-{subject}.log")
+        if self.args.dry_run:
+            return flags
+        return [*flags, "--mem-fraction-static", str(self.args.memory), "--cuda-graph-bs-decode", "1", "2", "4"]
 
     def stream(self, server: Server, tokens: int, count: int) -> Stream:
-        self.seed += 1
-        return Stream(server, servers.random_prompt(tokens, self.vocab, self.seed), count)
+        return Stream(server, self.prompt(tokens), count)
 
-    def rounds(self, subject: str) -> Iterator[dict[str, Any]]:
-        with servers.running(self.server(subject), 240) as server:
-            for tokens in (16, 128, self.plan.prompt):  # kernels compile when a shape first occurs
-                self.stream(server, tokens, 8).result()
-            for number in range(self.plan.rounds):
+    def rounds(self, subject: str, number: int) -> Iterator[dict[str, Any]]:
+        every = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(self.plan.interval)}
+        with self.serving(subject, f"retract-{number}", self.pools(), **every) as (server, facts):
+            self.warm_up(server, prompts=(16, 128, self.plan.prompt))
+            for each in range(self.plan.rounds):
                 for row in self.round(server):
-                    yield {"subject": subject, "round": number + 1, **row}
+                    yield {"subject": subject, "start": number, "round": each + 1, **row, "command": facts["command"]}
 
     def round(self, server: Server) -> Iterator[dict[str, Any]]:
         plan = self.plan
@@ -233,14 +219,15 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__)
-    options.add_argument("--servers", default="ours,in-tree", help="servers to measure (%(default)s)")
-    options.add_argument("--flags", default="", help="more flags of the servers, such as those of the host cache")
+    options = command_line.report_parser(__doc__)
+    command_line.add_servers(options, "ours,in-tree")
     args = options.parse_args(argv)
-    bench = Bench(args)
-    result = report.Report("retract", args, {"flags": args.flags, **vars(bench.plan)})
-    for subject in ["ours"] if args.dry_run else args.servers.split(","):
-        result.part(f"retract/{subject}", partial(bench.rounds, subject))
+    command_line.resolve(options, args)
+    made = Bench(args, args.out)
+    result = report.Report("retract", args, {"flags": args.flags, "starts": args.starts, **vars(made.plan)})
+    for number, subject in command_line.orders(args):
+        name = f"retract/{subject}" + (f"/{number}" if args.starts > 1 else "")
+        result.part(name, partial(made.rounds, subject, number))
     columns = ["subject", "round", "tokens", "room taken", "step ms", "resume ms", "pause ms", "computed again"]
     columns += ["hit ms", "hit pause ms", "hit computed"]
     result.table("a retracted request resumes", columns)

@@ -1,7 +1,7 @@
-"""Run benchmarks one after the other, each in its own process: `python benchmarks/run.py [NAME ...] [--full] ...`.
+"""Run benchmarks one after the other, each in its own process: `python -m benchmarks.run [NAME ...] [--full] ...`.
 
-Without names, run all benchmarks that need no server. The default is their short sets. Results go to
-benchmarks/results/, from which the plots of docs/benchmarks/ are drawn, or to the folder of --out.
+Without names, run all. The default is their short sets. Results go to benchmarks/results/, from which the plots of
+docs/benchmarks/ are drawn, or to the folder of --out.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("append", "attend", "index", "step", "move", "tier", "serve", "capacity", "oracle_distance")
-WITHOUT_SERVER = ("append", "attend", "index", "step", "move", "tier", "capacity")
+from benchmarks.environment import ROOT
+
+# Programs without a server.
+NAMES = ("append", "attend", "index", "step", "move", "tier", "capacity")
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)} (default: {', '.join(WITHOUT_SERVER)})")
+    options.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)} (default: all)")
     options.add_argument("--full", action="store_true", help="all sizes instead of the short sets")
     options.add_argument("--out", help="folder of the JSON files instead of benchmarks/results/")
     options.add_argument("--dry-run", action="store_true", help="smallest sizes on the CPU, without the peers' kernels")
@@ -32,7 +32,7 @@ def main() -> int:
     for name in ("out", "parts"):
         rest += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
     failed = []
-    for name in args.names or WITHOUT_SERVER:
+    for name in args.names or NAMES:
         command = [sys.executable, "-m", f"benchmarks.{name}", *rest]
         print("$", " ".join(command), flush=True)
         if subprocess.run(command, cwd=ROOT, check=False).returncode:

@@ -31,6 +31,8 @@ GPU_ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     "HF_HUB_OFFLINE": "1",
 }
+# With the small tensors of a dry run, threads mostly wait for each other and compiling takes longer than it saves.
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "dsv4_sglang.srt.plugin.entry_point:register"
@@ -86,7 +88,7 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
         if not ours:
             raise ValueError("SGLang's own DeepSeek-V4 needs a GPU")
         made = server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
-        return made.argv, dict(made.environment)
+        return made.argv, {**made.environment, **CPU_ENVIRONMENT}
     # As with the released widths. flashshape's widths are too small for this kernel to be correct
     # (`srt.plugin.activate`), but its weights are random.
     environment = {**GPU_ENVIRONMENT, "SGLANG_OPT_FUSE_MHC_POST_PRE": "1"}
@@ -258,12 +260,6 @@ def decode_rate(log: str, running_requests: int) -> DecodeRate | None:
 def running_now(log: str) -> int:
     """Return the number of requests in the last logged decode step, over all ranks."""
     return sum(lines[-1].requests for lines in decode_lines(log).values())
-
-
-def most_running(log: str) -> int:
-    """Return the maximum number of requests in a decode step, summed over ranks. Prefill lines are not used because
-    their counts may include finished requests."""
-    return sum(max(line.requests for line in lines) for lines in decode_lines(log).values())
 
 
 def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report, timing
+from benchmarks import command_line, report, timing
 from dsv4_sglang.attention.metadata import build_decode, gather_decode
 from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
@@ -94,8 +94,8 @@ class InTree:
     """SGLang's backend with stubs of the pools that it queries, without its model runner."""
 
     def __init__(self, batch: int, context: int, device: torch.device) -> None:
-        from sglang.kernels.ops.attention.dsv4.online_c128_mtp import OnlineC128MTPController
         from sglang.srt.layers.attention import deepseek_v4_backend as module
+        from sglang.srt.layers.attention.dsv4.online_c128_mtp import OnlineC128MTPController
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         b = self.batch = requests_of(batch, context, 256, device)
@@ -169,7 +169,7 @@ def measure(kind: Any, subject: str, batch: int, context: int, device: torch.dev
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     device = resolve_device("cpu" if args.dry_run else "cuda")
     result = report.Report("step", args)
     kinds = {"ours": Ours} if args.dry_run else {"ours": Ours, "in-tree": InTree}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import append, report, timing
+from benchmarks import append, command_line, report, timing
 from benchmarks.append_ours import ops_for
 from benchmarks.move import from_idle
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool
@@ -173,7 +173,7 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = report.parser(__doc__).parse_args(argv)
+    args = command_line.report_parser(__doc__).parse_args(argv)
     result = report.Report("tier", args)
     ops_for(torch.device("cpu") if args.dry_run else torch.device("cuda", 0))
     bench = Bench(args)

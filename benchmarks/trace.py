@@ -1,6 +1,6 @@
 """Replay a trace file in Mooncake's format and compare hits with a perfect cache; ours and SGLang's own.
 
-    python -m benchmarks.trace TRACE.jsonl.xz --server ours,sglang-best --closed 8,64 --out OUT/trace.jsonl
+    python -m benchmarks.trace TRACE.jsonl.xz --servers ours,sglang-best --closed 8,64 --out OUT/trace.jsonl
     python -m benchmarks.trace TRACE.jsonl.xz --url http://127.0.0.1:30000 --vocab 129280 --open 1,0.5 --out F
     python -m benchmarks.agent_trace --agents 32 --out agents.jsonl   # a seeded agent load in the same format
 
@@ -24,16 +24,14 @@ With --seconds nothing is sent after that time. `requests` is the number of requ
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count as counter
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +39,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks import serve, serve_plan, servers
-from benchmarks.environment import environment
-from benchmarks.replay import Client
+from benchmarks import command_line, servers
+from benchmarks.bench import Bench, append_rows, settle
+from benchmarks.client import Client
+from benchmarks.report import spread
 from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
-from benchmarks.turns import FLAGS, spread
 
 WARM_REQUESTS, WARM_OUTPUT, WARM_ROUNDS = 48, 8, 5
 WARM_SEED = 1_000_000
@@ -198,21 +196,20 @@ def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: in
     by_length = sorted(requests, key=lambda one: one.tokens)
     chosen = by_length[:: max(1, len(by_length) // count)]
     chosen = [*chosen, by_length[-1]]
-    before = math.inf
-    for number in range(1, most + 1):
-        begin = time.perf_counter()
+    numbers = counter(1)
+
+    def run() -> float:
+        begin, seed = time.perf_counter(), WARM_SEED + next(numbers)
         for share in (0.7, 1.0):
             parts = [max(1, math.ceil(share * len(one.ids))) for one in chosen]
             round_ = [
                 replace(one, ids=one.ids[:kept], tokens=min(one.tokens, HASH_BLOCK * kept), session=i, delay=0.0)
                 for i, (one, kept) in enumerate(zip(chosen, parts, strict=True))
             ]
-            Replayer(client, vocab, WARM_SEED + number, WARM_OUTPUT).closed(round_, clients)
-        spent = time.perf_counter() - begin
-        if 1.5 * spent > before:
-            break
-        before = spent
-    return number
+            Replayer(client, vocab, seed, WARM_OUTPUT).closed(round_, clients)
+        return time.perf_counter() - begin
+
+    return settle(run, 1.5, most)
 
 
 def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lost: float | None) -> dict[str, Any]:
@@ -258,39 +255,26 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
     }
 
 
-@contextlib.contextmanager
-def serving(args: argparse.Namespace, subject: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield (URL, vocabulary, facts about the server) of a running server, or of one started for this."""
-    if args.url:
-        yield args.url, args.vocab, {"subject": subject, "flags": None}
-        return
-    flags = f"{FLAGS[subject]} --enable-metrics {args.flags}".strip()
-    bench = serve.Bench(argparse.Namespace(**{**vars(args), "flags": flags}))
-    server = bench.server("ours" if subject.startswith("ours") else "in-tree", f"trace-{subject}", args.memory)
-    with servers.running(server, args.start_timeout):
-        yield server.url, bench.vocab, {"subject": subject, "flags": flags, **servers.sizes(server.lines())}
-
-
-def measure(
-    args: argparse.Namespace, subject: str, requests: Sequence[Request], console: Console
-) -> Iterator[tuple[dict[str, Any], list[Done]]]:
-    """Yield a row and the answers for each load of one server.
+def measure(args: argparse.Namespace, console: Console, subject: str, number: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each load of one server, and append its answers to FILE.requests.jsonl.
 
     Args:
         args: the command line.
-        subject: name of the server.
-        requests: the trace.
         console: console of the progress bar.
+        subject: name of the server.
+        number: number of the start.
+
+    Raises:
+        OutOfTime: the time limit is reached.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with serving(args, subject) as (url, vocab, about):
-        client = Client(url)
-        about["max_total_num_tokens"] = servers.max_total_tokens(url)
-        capacities = sorted({about["max_total_num_tokens"], *args.capacity})
+    bench, requests = Bench(args, args.out.parent), args.sent
+    base = [*bench.base(), "--enable-metrics"]
+    with bench.served(args.url, subject, f"trace-{number}", base) as (server, facts):
+        client, url, vocab = Client(server.url), server.url, args.vocab if args.url else bench.vocab
+        capacities = sorted({facts["max_total_num_tokens"], *args.capacity})
         for loop, size in [("closed", n) for n in args.closed] + [("open", factor) for factor in args.open]:
-            if time.monotonic() > args.deadline:
-                print(f"{subject}: --seconds {args.seconds:.0f} is over, skipped: {loop} {size:g}", flush=True)
-                continue
+            bench.check_time()
             clients = int(size) if loop == "closed" else 2 if args.dry_run else 16
             most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
             rounds = warm_up(client, requests, clients, vocab, *most)
@@ -304,7 +288,11 @@ def measure(
                 continue
             lost = None if before is None else servers.metrics(url)["lost_tokens"] - before
             row = {"measure": "trace", "loop": loop, "load": size, "of": len(requests), "warm_rounds": rounds}
-            yield {**row, **summary(pairs, capacities, lost), "server": about}, [done for _, done in pairs]
+            row |= {**summary(pairs, capacities, lost), "server": facts}
+            name = {"server": subject, "loop": loop, "load": size}
+            with args.out.with_suffix(".requests.jsonl").open("a") as file:
+                file.writelines(json.dumps(name | asdict(done)) + "\n" for _, done in pairs)
+            yield row
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -331,65 +319,43 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = command_line.lines_parser(__doc__)
     options.add_argument("trace", type=Path, help="JSON lines, also .xz or .gz")
-    options.add_argument("--server", default="ours,sglang-best", help=f"some of {', '.join(FLAGS)}")
-    options.add_argument("--url", help="use a running server instead")
-    options.add_argument("--vocab", type=int, default=4_000, help="with --url: token ids are below this")
     options.add_argument("--closed", default="", help="numbers of clients, one load each, as in 8,64")
     options.add_argument("--open", default="", help="factors of the time stamps, one load each, as in 1,0.5")
     options.add_argument("--requests", type=int, help="only the first N requests")
     options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
     options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
-    options.add_argument("--seconds", type=float, default=math.inf, help="send nothing after this time")
-    options.add_argument("--flags", default="", help="more flags for all servers")
-    options.add_argument("--out", type=Path, required=True, dest="file", help="JSON lines, appended; logs beside it")
-    options.add_argument("--dry-run", action="store_true", help="a small model on the CPU, ours only")
-    serve_plan.add_options(options)
-    options.set_defaults(quick=False, servers="ours", measure="decode,ttft")
+    command_line.add_servers(options, "ours,sglang-best")
+    command_line.add_url(options)
     args = options.parse_args(argv)
-    args.deadline = time.monotonic() + args.seconds
-    args.server = ["running"] if args.url else ["ours"] if args.dry_run else args.server.split(",")
-    if not args.url and (unknown := set(args.server) - {*FLAGS}):
-        options.error(f"--server {min(unknown)}: expected some of {', '.join(FLAGS)}")
+    command_line.resolve(options, args)
+    args.closed, args.capacity = (command_line.numbers(options, n, getattr(args, n)) for n in ("closed", "capacity"))
     try:
-        for name, kind in (("closed", int), ("open", float), ("capacity", int)):
-            setattr(args, name, [kind(text) for text in getattr(args, name).split(",") if text])
+        args.open = [float(text) for text in args.open.split(",") if text]
     except ValueError as error:
-        options.error(f"--{name} {getattr(args, name)}: {error}; expected numbers, separated by commas")
+        options.error(f"--open {args.open}: {error}; expected numbers, separated by commas")
     if not args.closed + args.open or min(args.closed + args.open) <= 0:
         options.error(f"--closed {args.closed} --open {args.open}: expected at least one load, all above 0")
-    args.out = args.file.parent
-    serve_plan.resolve(options, args)
+    try:
+        args.sent = [one for one in load(args.trace)[: args.requests] if one.tokens <= args.longest]
+    except (OSError, ValueError) as error:
+        options.error(str(error))
+    if not args.sent:
+        options.error(f"--longest {args.longest} --requests {args.requests}: no request of {args.trace} is left")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parsed(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the context managers to stop the server
-    requests = [one for one in load(args.trace)[: args.requests] if one.tokens <= args.longest]
-    if not requests:
-        print(f"--longest {args.longest} --requests {args.requests}: no request of {args.trace} is left")
-        return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    arguments = {name: getattr(args, name) for name in ("model", "cap", "longest", "dry_run")}
+    arguments = {name: getattr(args, name) for name in ("model", "cap", "longest", "dry_run", "starts")}
+    console, rows = Console(), []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"trace": args.trace.name, **arguments}
-    console, rows, failed = Console(), [], 0
-    for subject in args.server:
-        try:
-            for row, answers in measure(args, subject, requests, console):
-                rows.append(row)
-                name = {"server": subject, "loop": row["loop"], "load": row["load"]}
-                with args.file.with_suffix(".requests.jsonl").open("a") as file:
-                    file.writelines(json.dumps(name | asdict(one)) + "\n" for one in answers)
-                with args.file.open("a") as file:
-                    file.write(json.dumps({**row, "environment": environment(), "settings": settings}) + "\n")
-        except (RuntimeError, OSError) as error:
-            failed += 1
-            print(f"{subject} failed: {error}", flush=True)
+    failed = append_rows(args, partial(measure, args, console), lambda row, _: rows.append(row), settings=settings)
     console.print(table(rows))
-    return 1 if failed else 0
+    return failed
 
 
 if __name__ == "__main__":

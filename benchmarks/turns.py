@@ -1,62 +1,54 @@
 """Measure time to first token and total time of conversation turns with a cached prefix; ours and SGLang's own.
 
-    python -m benchmarks.turns --server ours,sglang-best,sglang --out OUT/turns.jsonl --seconds 540
-    python -m benchmarks.turns --server ours --loads 20000+200x1,20000+200x8 --cold 8192,65536 --decode 1,16,64 --out F
-    python -m benchmarks.turns --server ours,sglang --tier host --loads 20000+200x1,20000+200x8 --out F
+    python -m benchmarks.turns --servers ours,sglang-best,sglang --out OUT/turns.jsonl --seconds 540
+    python -m benchmarks.turns --servers ours --loads 20000+200x1,20000+200x8 --cold 8192,65536 --decode 1,16,64 --out F
+    python -m benchmarks.turns --servers ours,sglang --tier host --loads 20000+200x1,20000+200x8 --out F
+    python -m benchmarks.report F                          # a table over all starts in F
 
 Load 20000+200x8: eight conversations of 20,000 tokens send 200 new tokens each at the same moment and get 16 tokens.
 A conversation is prefilled once. Each turn appends other random tokens to the same prefix, so no conversation grows.
 Lengths are rounded down to whole pages of SGLang (256 tokens) plus 32 tokens, so that both servers hit the same tokens
 and compute 32 and the new ones. `cached` counts the turns that hit exactly these tokens; `tier_share` is the share of
-hit tokens from the requested tier.
+hit tokens from the requested tier. Prompts are token ids (`input`), so no server tokenizes.
 
-Times are measured by the client over HTTP. A load first runs at least two untimed rounds, and more until a round is
-less than 3x faster than the previous one. `slow_rounds` counts timed rounds that took more than 3x the median.
+Times are measured by the client over HTTP. The first load runs once unmeasured, so that the warm-up of a server does
+not count against it. Each load first runs at least two untimed rounds, and more until a round is less than 3x faster
+than the previous one. `slow_rounds` counts timed rounds that took more than 3x the median.
 
 With --tier host the device holds just the largest load. Before each round other conversations fill it, which are loaded
 from the host themselves. SGLang's host cache hits more with `--flags "--swa-full-tokens-ratio 0.5"`.
 
-Servers run one after the other (benchmarks/configs, dummy weights) with the flags of `benchmarks.serve`, which also
-measures cold prompts (--cold) and decode rates (--decode) after the turns. Rows are appended to --out as they come.
-Nothing starts after --seconds; skipped loads are printed.
+Servers run one after the other, --starts times in alternating order, with the flags of `benchmarks.serve`, whose cold
+prompts (--cold) and decode rates (--decode) are measured after the turns. Rows are appended to --out as they come, each
+with the number of its start. Nothing starts after --seconds; skipped loads are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import re
-import signal
 import statistics
-import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks import serve, serve_plan, servers
-from benchmarks.environment import environment
-from benchmarks.replay import Answer, Client
+from benchmarks import command_line
+from benchmarks.bench import Bench, OutOfTime, append_rows, settle
+from benchmarks.client import Answer, Client
+from benchmarks.report import spread
 
 ANSWER_TOKENS = 16
 # SGLang's page, and the tokens of a conversation after its last whole page.
 PAGE, REMAINDER = 256, 32
 # Longest prompt that fills the device before a round from the host.
 FILLER_TOKENS = 131_072
-HOST_RATIO, ROUNDS = 4, 9
-BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
-FLAGS = {
-    "ours": "",
-    "ours-eager": "--cuda-graph-backend-prefill disabled",
-    "sglang": "",
-    "sglang-best": BEST_FLAGS,
-}
+HOST_RATIO, ROUNDS, WARM_ROUNDS = 4, 9, 20
 DRY_LOADS = "800+20x1,800+20x2"
 LOADS = ",".join(
     f"{tokens}+{new}x{at_once}"
@@ -97,10 +89,6 @@ class Load(NamedTuple):
         return self.at_once * (self.hit + REMAINDER + self.new + ANSWER_TOKENS + 2 * PAGE)
 
 
-class OutOfTime(Exception):
-    """The time limit of --seconds is reached."""
-
-
 def together(asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
     """Send requests at the same moment, each from its own thread. Return the answers."""
     start = threading.Barrier(len(asks), timeout=60)
@@ -111,16 +99,6 @@ def together(asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
 
     with ThreadPoolExecutor(len(asks)) as pool:
         return list(pool.map(ask, asks))
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median, p95, minimum and maximum in milliseconds."""
-    times = sorted(1e3 * value for value in seconds)
-
-    def at(share: float) -> float:
-        return round(times[min(len(times) - 1, int(share * len(times)))], 2)
-
-    return {"p50": round(statistics.median(times), 2), "p95": at(0.95), "low": at(0), "high": at(1)}
 
 
 @dataclass
@@ -147,22 +125,36 @@ class Conversations:
         count = math.ceil(self.device_tokens / FILLER_TOKENS)
         self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE) for _ in range(count)]
 
+    def measure_all(self, loads: Sequence[Load]) -> Iterator[dict[str, Any]]:
+        """Yield the row of each load. The first load runs once more before, unmeasured.
+
+        Raises:
+            OutOfTime: the deadline has passed. The message names the loads without a row.
+        """
+        rows = 0
+        try:
+            for load in loads[:1]:
+                self.measure(load)
+            for load in loads:
+                yield self.measure(load)
+                rows += 1
+        except OutOfTime:
+            raise OutOfTime(f"skipped: {', '.join(map(str, loads[rows:]))}") from None
+
     def measure(self, load: Load) -> dict[str, Any]:
         """Return the row of a load. At the deadline it has fewer turns.
 
         Raises:
             OutOfTime: no timed round was possible.
         """
-        seconds = [self._timed_round(load)[0] for _ in range(2)]
-        while 3 * seconds[-1] < seconds[-2]:
-            seconds.append(self._timed_round(load)[0])
+        warm = settle(lambda: self._timed_round(load)[0], 3, WARM_ROUNDS)
         timed: list[tuple[float, list[Answer]]] = []
         wanted = self.rounds * (3 if load.at_once == 1 else 1)
         while len(timed) < wanted and not (timed and time.monotonic() > self.deadline):
             timed.append(self._timed_round(load))
         median = statistics.median(spent for spent, _ in timed)
         row = self._summary(load, [answer for _, answers in timed for answer in answers])
-        return row | {"warm_rounds": len(seconds), "slow_rounds": sum(spent > 3 * median for spent, _ in timed)}
+        return row | {"warm_rounds": warm, "slow_rounds": sum(spent > 3 * median for spent, _ in timed)}
 
     def _summary(self, load: Load, turns: list[Answer]) -> dict[str, Any]:
         cached = [turn.cached for turn in turns]
@@ -205,50 +197,51 @@ class Conversations:
             raise OutOfTime
 
 
-def flags_of(subject: str, args: argparse.Namespace) -> str:
-    """Return a server's flags in addition to those of `serve_plan`. --flags come last, so that they win."""
-    found = FLAGS[subject]
-    if args.tier == "host":
-        room = math.ceil(max(load.room for load in args.loads) / PAGE) * PAGE
-        requests = max(2, *(load.at_once for load in args.loads))
-        found += f" --max-total-tokens {room} --max-running-requests {requests}"
-        found += f" --enable-hierarchical-cache --hicache-ratio {HOST_RATIO}"
-    return f"{found} {args.flags}".strip()
+def tier_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags with which turns hit the requested tier."""
+    if args.tier == "device":
+        return []
+    room = math.ceil(max(load.room for load in args.loads) / PAGE) * PAGE
+    requests = max(2, *(load.at_once for load in args.loads))
+    # The pool must hold a request of the context length. Fillers are the longest prompts, unless a load is longer.
+    context = max(min(room, FILLER_TOKENS), *(load.room // load.at_once for load in args.loads))
+    return [
+        *("--max-total-tokens", str(room), "--max-running-requests", str(requests)),
+        *("--context-length", str(context)),
+        *("--enable-hierarchical-cache", "--hicache-ratio", str(HOST_RATIO)),
+    ]
 
 
-def measure(args: argparse.Namespace, subject: str, deadline: float) -> Generator[dict[str, Any], None, None]:
-    """Yield the rows of one server: its start, the loads, cold prompts, decode rates.
+def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[dict[str, Any], None, None]:
+    """Yield the rows of one start of a server: tokens in the cache, the loads, cold prompts, decode rates.
 
     Args:
         args: the command line.
         subject: name of the server.
-        deadline: time of `time.monotonic` after which nothing starts.
+        number: number of the start.
 
     Raises:
-        OutOfTime: the deadline has passed.
+        OutOfTime: the time limit is reached.
     """
-    if time.monotonic() > deadline:
-        raise OutOfTime
-    asked = argparse.Namespace(**{**vars(args), "flags": flags_of(subject, args)})
-    bench = serve.Bench(asked)
-    bench.plan = replace(bench.plan, ttft={tokens: 5 if tokens <= 8192 else 3 for tokens in args.cold})
-    server = bench.server("ours" if subject.startswith("ours") else "in-tree", subject, args.memory)
-    with servers.running(server, min(args.start_timeout, max(1, deadline - time.monotonic()))):
-        tokens = servers.max_total_tokens(server.url)
-        about = {"subject": subject, "flags": asked.flags, "max_total_num_tokens": tokens}
-        about |= {"start_s": round(server.start_seconds, 1), **servers.sizes(server.lines())}
-        yield {"measure": "tokens in the cache", "value": tokens, "server": about}
+    bench = Bench(args, args.out.parent)
+    with bench.serving(subject, f"turns-{number}", [*bench.base(), *tier_flags(args)]) as (server, facts):
+        tokens = facts["max_total_num_tokens"]
+        yield {"measure": "tokens in the cache", "value": tokens, "server": facts}
         from_host = tokens if args.tier == "host" else 0
-        held = Conversations(Client(server.url), bench.prompt, from_host, rounds=args.rounds, deadline=deadline)
-        for load in args.loads:
-            yield {**held.measure(load), "server": about}
-        for name, wanted, rows in (("ttft", args.cold, bench.ttft), ("decode", args.decode, bench.decode)):
+        client = Client(server.url)
+        held = Conversations(client, bench.prompt, from_host, rounds=args.rounds, deadline=args.deadline)
+        for row in held.measure_all(args.loads):
+            yield {**row, "server": facts}
+        sizes = bench.sizes
+        for wanted, prompts, bursts, rows in (
+            (args.cold, sizes.ttft, (), bench.ttft),
+            (args.decode, (), sizes.decode, bench.decode),
+        ):
             if wanted:
-                bench.warm_up(server, [name])
+                bench.warm_up(server, prompts=prompts, bursts=bursts)
                 for row in rows(server):
-                    yield {**row, "server": about}
-                    if time.monotonic() > deadline:
-                        raise OutOfTime
+                    yield {**row, "server": facts}
+                    bench.check_time()
 
 
 def line(row: dict[str, Any]) -> str:
@@ -256,6 +249,8 @@ def line(row: dict[str, Any]) -> str:
     begin = f"{row['server']['subject']:12}"
     if row["measure"] != "turn":
         figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high", "step_ms") if row.get(name)]
+        if gaps := row.get("between_tokens_ms"):
+            figures.append(f"between tokens {gaps['p50']} (p95 {gaps['p95']}) ms")
         return " ".join([begin, row["measure"], str(row.get("at", "")), *figures])
     first, turn, cached = row["first_token_ms"], row["turn_ms"], row["cached"]
     hits = f"{cached['turns']} of {row['turns']} found {cached['expected']}, {row['tier_share']:.0%} {row['tier']}"
@@ -266,59 +261,33 @@ def line(row: dict[str, Any]) -> str:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--server", default="ours,sglang-best,sglang", help=f"some of {', '.join(FLAGS)}")
+    options = command_line.lines_parser(__doc__)
     options.add_argument("--loads", help=f"TOKENS+NEWxCOUNT, separated by commas (default: {LOADS})")
     options.add_argument("--tier", choices=("device", "host"), default="device", help="where prefixes hit")
-    options.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds of a load (%(default)s)")
+    options.add_argument("--rounds", type=int, help=f"timed rounds of a load ({ROUNDS})")
     options.add_argument("--cold", default="", help="tokens of cold prompts to measure too, as in 8192,65536")
-    options.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this time")
-    options.add_argument("--flags", default="", help="more flags for all servers")
-    options.add_argument("--out", type=Path, required=True, dest="file", help="JSON lines, appended; logs beside it")
-    options.add_argument("--dry-run", action="store_true", help="a small model and small loads on the CPU, ours only")
-    serve_plan.add_options(options)
-    options.set_defaults(quick=False, servers="ours", measure="decode,ttft")
+    command_line.add_servers(options, "ours,sglang-best,sglang")
+    command_line.add_decode(options)
     args = options.parse_args(argv)
-    args.server = ["ours"] if args.dry_run else args.server.split(",")
-    if unknown := set(args.server) - {*FLAGS}:
-        options.error(f"--server {min(unknown)}: expected some of {', '.join(FLAGS)}")
+    command_line.resolve(options, args)
     try:
         loads = args.loads if args.loads is not None else DRY_LOADS if args.dry_run else LOADS
         args.loads = [Load.parse(text) for text in loads.split(",") if text]
-        args.cold = [int(text) for text in args.cold.split(",") if text]
-    except (argparse.ArgumentTypeError, ValueError) as error:
+    except argparse.ArgumentTypeError as error:
         options.error(str(error))
     if args.tier == "host" and not args.loads:
         options.error("--tier host without --loads: expected at least one load")
-    args.out = args.file.parent
-    serve_plan.resolve(options, args)
+    args.rounds = args.rounds if args.rounds is not None else 1 if args.dry_run else ROUNDS
+    if args.rounds < 1:
+        options.error(f"--rounds {args.rounds}: expected at least 1")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    began = time.monotonic()
     args = parsed(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the context managers to stop the server
-    settings = {"model": args.model, "tier": args.tier, "dry_run": args.dry_run}
-    args.out.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for subject in args.server:
-        common = {"environment": environment(), "settings": settings}
-        measured = 0
-        try:
-            with contextlib.closing(measure(args, subject, began + args.seconds)) as rows:
-                for row in rows:
-                    measured += row["measure"] == "turn"
-                    print(line(row), flush=True)
-                    with args.file.open("a") as file:
-                        file.write(json.dumps({**row, **common}) + "\n")
-        except OutOfTime:
-            left = ", ".join(map(str, args.loads[measured:])) or "cold prompts or decode rates"
-            print(f"{subject}: --seconds {args.seconds:.0f} is over, skipped: {left}", flush=True)
-        except (RuntimeError, OSError) as error:
-            failed += 1
-            print(f"{subject} failed: {error}", flush=True)
-    return 1 if failed else 0
+    names = ("model", "tp", "dp", "tier", "starts", "dry_run")
+    settings = {name: getattr(args, name) for name in names}
+    return append_rows(args, partial(measure, args), lambda row, _: print(line(row), flush=True), settings=settings)
 
 
 if __name__ == "__main__":

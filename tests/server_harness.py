@@ -27,11 +27,11 @@ import pytest
 import server_forkserver
 import torch
 from liveness import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
+from reference.oracle import Oracle
+from reference.oracle_v41 import OracleV41
+from support.lifecycle import Driver, Shape, play
 
 from benchmarks import ports
-from benchmarks.lifecycle import Driver, Shape, play
-from benchmarks.reference.oracle import Oracle
-from benchmarks.reference.oracle_v41 import OracleV41
 from dsv4_sglang.cli.client import samples
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command

@@ -14,10 +14,10 @@ from uuid import uuid4
 
 import pytest
 import torch
+from reference.oracle import Oracle
 from scheduler_in_process import Answer, Asked, Child, InProcess, child
 from torch import Tensor
 
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 # Tolerance of log p in fp32, as in the server tests.

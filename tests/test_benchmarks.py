@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import importlib
 import importlib.metadata
-import itertools
 import json
 import os
 import re
@@ -23,28 +23,27 @@ import torch
 from liveness import LONG, wait
 
 from benchmarks import (
-    attend,
+    attend_cases,
+    bench,
     capacity,
+    command_line,
     disaggregation,
     full_pool,
-    full_pool_tree,
-    lifecycle,
     loads,
     move,
     move_in_tree,
-    oracle_distance,
     profile_steps,
     report,
     retract,
     run,
-    serve_plan,
     servers,
     timing,
     traffic,
 )
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
-from benchmarks.report import RESULTS, ROOT
-from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
+from benchmarks.client import Answer
+from benchmarks.command_line import RESULTS
+from benchmarks.environment import ROOT
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.launch.command import flag_value
 from dsv4_sglang.srt.memory import sizing
@@ -63,6 +62,23 @@ def result(out: Path, name: str) -> dict:
 
 
 # Bytes and sizes against figures measured or logged on an H200
+
+
+def imports_of_sglang() -> list[tuple[str, str]]:
+    """Return (module, name) of each import from SGLang in benchmarks/, those within functions included."""
+    found = set()
+    for file in Path(bench.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
+                found |= {(str(node.module), alias.name) for alias in node.names}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("module", "name"), imports_of_sglang())
+def test_sglang_has_what_the_benchmarks_measure(module: str, name: str) -> None:
+    """Most of these imports run on a GPU only."""
+    if not hasattr(importlib.import_module(module), name):
+        importlib.import_module(f"{module}.{name}")
 
 
 def test_prefill_bytes_are_those_of_the_measured_rate() -> None:
@@ -90,23 +106,20 @@ def test_capacity_of_sglang_is_what_its_server_allocated() -> None:
 
 
 def test_capacity_of_sglang_with_flags() -> None:
-    """`--swa-prefix-tails` has no effect, because SGLang sets the ratio for this model."""
     sizes = partial(capacity.in_tree, FLASHSHAPE.read_text(), 78.82, 256, 0)
     rows = {name: sizes(**flags) for name, flags in capacity.in_tree_settings().items()}
     default = rows["in-tree, default"]
     assert rows["in-tree, windows for hits (0.5)"]["tokens"] < default["tokens"] / 2
     assert default["fixed GiB"] == pytest.approx(2.53, abs=0.005)
     assert default == sizes(swa_full_tokens_ratio=0.1)
-    assert all(row == default for name, row in rows.items() if "tails" in name)
-    assert all(row["tokens"] > 1.3 * default["tokens"] for name, row in rows.items() if "no ratio" in name)
     assert capacity.ours(FLASH, 256, 512).tokens(78.82 * capacity.GIB) >= 21_000_000
 
 
 def test_attention_products_give_the_measured_rate() -> None:
     """The measurement was 102.6 us at 209 TFLOP/s (Flash, top 512, 256 requests)."""
-    case = attend.Case("flash", 64, 512, "csa", 256, 131072)
+    case = attend_cases.Case("flash", 64, 512, "csa", 256, 131072)
     assert case.products() / 102.6e-6 / 1e12 == pytest.approx(209, rel=0.01)
-    chunk = attend.Case("flash", 64, 512, "hca", 1, 8192, chunk=8192)
+    chunk = attend_cases.Case("flash", 64, 512, "hca", 1, 8192, chunk=8192)
     assert chunk.lengths()[-1] == 64
     assert chunk.lengths()[126] == 0
     assert chunk.rows_read() == sum(min(t + 1, 128) + (t + 1) // 128 for t in range(8192))
@@ -152,10 +165,10 @@ def test_ids_form_runs_of_exactly_their_length() -> None:
 
 
 def test_pieces_of_sglangs_pools_are_those_of_our_blocks() -> None:
-    bench = move.Bench(report.parser("x").parse_args([]))
-    pieces = move_in_tree.pieces_of(bench.block_bytes)
+    made = move.Bench(command_line.report_parser("x").parse_args([]))
+    pieces = move_in_tree.pieces_of(made.block_bytes)
     assert pieces == {32 * 584: 21, 32 * 72: 21, 592: 20}
-    assert sum(map(sum, bench.block_bytes)) == 21 * 32 * (584 + 72) + 20 * 584
+    assert sum(map(sum, made.block_bytes)) == 21 * 32 * (584 + 72) + 20 * 584
 
 
 # Statistics and reports
@@ -179,9 +192,9 @@ def test_a_killed_run_has_its_rows_and_is_done_again(tmp_path: Path) -> None:
         (tmp_path / "killed.json").write_bytes((tmp_path / "demo.json").read_bytes())
         yield {"us": 2.0}
 
-    report.Report("demo", report.parser("x").parse_args(given)).part("slow", slow)
+    report.Report("demo", command_line.report_parser("x").parse_args(given)).part("slow", slow)
     assert [row["us"] for row in result(tmp_path, "killed")["rows"]] == [1.0]
-    again = report.Report("killed", report.parser("x").parse_args([*given, "--resume"]))
+    again = report.Report("killed", command_line.report_parser("x").parse_args([*given, "--resume"]))
     again.part("slow", lambda: [{"us": 3.0}])
     assert [row["us"] for row in again.rows] == [3.0]
 
@@ -191,7 +204,9 @@ def test_a_failing_part_costs_only_itself(tmp_path: Path, capsys: pytest.Capture
         yield {"us": 2.0}
         raise RuntimeError("lost")
 
-    made = report.Report("demo", report.parser("x").parse_args(arguments(tmp_path, "--parts", "good,half")))
+    made = report.Report(
+        "demo", command_line.report_parser("x").parse_args(arguments(tmp_path, "--parts", "good,half"))
+    )
     made.part("good", lambda: [{"us": 1.0}])
     made.part("half", half)
     made.part("other", lambda: [{"us": 3.0}])
@@ -207,7 +222,7 @@ def test_a_failing_part_costs_only_itself(tmp_path: Path, capsys: pytest.Capture
 # Programs
 
 
-@pytest.mark.parametrize("name", run.WITHOUT_SERVER)
+@pytest.mark.parametrize("name", [*run.NAMES, "prefix_simulation"])
 def test_dry_run(name: str, tmp_path: Path) -> None:
     """Each program that needs no server runs with its smallest sizes, and its text names no failure."""
     assert importlib.import_module(f"benchmarks.{name}").main(arguments(tmp_path, "--quick")) == 0
@@ -217,16 +232,16 @@ def test_dry_run(name: str, tmp_path: Path) -> None:
 def test_dry_run_of_full_trees(tmp_path: Path) -> None:
     assert full_pool.main(arguments(tmp_path, "--measure", "eviction")) == 0
     made = result(tmp_path, "full_pool")
-    assert not made["failures"] and [row["subject"] for row in made["rows"]] == list(full_pool_tree.TREES)
+    assert not made["failures"] and [row["subject"] for row in made["rows"]] == list(full_pool.TREES)
     assert all(0 < row["p50 ms"] <= row["p95 ms"] <= row["max ms"] for row in made["rows"])
 
 
 def test_a_pool_is_filled_with_more_conversations_than_it_holds() -> None:
     sent: list[list[list[int]]] = []
     server = types.SimpleNamespace(generate=lambda batch, tokens: sent.append(batch))
-    bench = object.__new__(full_pool.Bench)  # without a model
-    bench.seed, bench.vocab = 0, 100
-    bench.fill(server, 100 * full_pool.FILL)
+    made = object.__new__(full_pool.Bench)  # without a model
+    made.seed, made.vocab = 0, 100
+    made.fill(server, 100 * full_pool.FILL)
     prompts = [tuple(prompt) for batch in sent for prompt in batch]
     assert len(set(prompts)) == len(prompts) == 111 and {len(prompt) for prompt in prompts} == {full_pool.FILL}
 
@@ -241,6 +256,70 @@ def test_figures_of_the_pages_are_those_of_the_results(tmp_path: Path) -> None:
     for file in written:
         texts = [re.findall("<!-- (.*) -->", (folder / file.name).read_text()) for folder in (tmp_path, FIGURES)]
         assert texts[0] == texts[1] and len(texts[0]) > 5, f"{file.name}: draw it again, python -m benchmarks.plots"
+
+
+# Merged starts
+
+
+def rows_of_start(
+    date: str, subject: str, first: float, rate: float, model: str = "m", **environment: object
+) -> list[dict]:
+    """Return rows as `turns` writes them, of one start."""
+    common = {
+        "environment": {"date": date, "commit": "abc", "gpu": {"name": "GPU 1"}, **environment},
+        "server": {"subject": subject, "flags": ""},
+        "settings": {"model": model, "tp": 2},
+        "start": 1,
+    }
+    times = {"p50": first, "p95": 2 * first}
+    return [
+        {"measure": "turn", "load": "20+2x1", "tier": "device", "first_token_ms": times, "turn_ms": times, **common},
+        {"measure": "decode tokens/s", "at": 16, "value": rate, "step_ms": None, **common},
+    ]
+
+
+def merge(tmp_path: Path, rows: list[dict], *arguments: str) -> int:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return report.main([str(file), "--servers", "ours,sglang", *arguments])
+
+
+def test_three_starts_are_merged_by_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Starts are paired in the order of their dates. The ratios are 0.25, 1 and 0.5; of sorted values, 0.33 to 0.75."""
+    ours = [rows_of_start(f"2026-01-0{day}", "ours", ms, 100.0) for day, ms in ((3, 5.0), (1, 10.0), (2, 30.0))]
+    theirs = [rows_of_start(f"2026-01-0{day}", "sglang", ms, 80.0) for day, ms in ((1, 40.0), (2, 30.0), (3, 10.0))]
+    assert merge(tmp_path, [row for rows in [*ours, *theirs] for row in rows]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    case, mine, other, ratio, starts = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert (case, starts) == ("turn 20+2x1 device, first_token_ms.p50 (GPU 1, m, 2 GPUs)", "3 and 3")
+    assert (mine, other, ratio) == ("10 (5 to 30)", "30 (10 to 40)", "0.5 (0.25 to 1)")
+    rates = "100 (100 to 100) | 80 (80 to 80) | 1.25 (1.25 to 1.25)"
+    assert lines[-1] == f"| decode tokens/s 16 (GPU 1, m, 2 GPUs) | {rates} | 3 and 3 |"
+
+
+@pytest.mark.parametrize("other", [{"gpu": {"name": "GPU 2"}}, {"model": "n"}])
+def test_starts_on_another_gpu_or_model_are_no_pair(
+    other: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = rows_of_start("2026-01-01", "sglang", 20.0, 80.0, **other)
+    with pytest.raises(SystemExit):
+        merge(tmp_path, [*rows_of_start("2026-01-01", "ours", 10.0, 90.0), *elsewhere])
+    assert "no row of ours has a row of sglang beside it" in capsys.readouterr().err
+
+
+def test_rows_of_two_commits_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of_start("2026-01-01", "ours", 10.0, 90.0) + rows_of_start("2026-01-01", "sglang", 10.0, 90.0)
+    older = rows_of_start("2025-01-01", "ours", 1.0, 1.0, commit="old")
+    with pytest.raises(SystemExit):
+        merge(tmp_path, [*older, *rows])
+    assert "rows of ours have commit ['abc', 'old']" in capsys.readouterr().err
+    assert merge(tmp_path, [*older, *rows], "--commit", "ab") == 0
+    assert "| 10 | 10 | 1 | 1 and 1 |" in capsys.readouterr().out
+
+
+def test_published_rows_can_be_merged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(RESULTS / "serve.json"), "--servers", "ours,in-tree"]) == 0
+    assert "decode tokens/s 256 (NVIDIA H200, flashshape) | 28,473 (28,443 to 28,503) |" in capsys.readouterr().out
 
 
 # Servers
@@ -266,8 +345,6 @@ def test_decode_lines_of_the_log() -> None:
     assert servers.decode_rate(DECODE_LOG, 7) is None  # a single line counts the time since the previous burst
     of_tensor_parallelism = DECODE_LOG.replace("] Decode", " TP0] Decode").replace("Decode batch,", "Decode batch [7],")
     assert servers.decode_rate(of_tensor_parallelism, 16) == servers.decode_rate(DECODE_LOG, 16)
-    late = "[2026-11-21 10:00:04] Prefill batch, #new-seq: 1, #running-req: 31, #queue-req: 0, cuda graph: False\n"
-    assert servers.most_running(DECODE_LOG + late + DECODE_LOG) == 16
 
 
 def decode_line(rank: int, requests: int, rate: float) -> str:
@@ -293,7 +370,6 @@ def test_decode_lines_of_ranks_are_added() -> None:
     one = decode_line(1, 1, 3.0) + decode_line(1, 1, 131.0) + decode_line(0, 0, 0.0)
     assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1, pytest.approx(1e3 / 131))
     assert servers.running_now(burst + decode_line(1, 2, 9.0)) == 10
-    assert servers.most_running(burst + decode_line(1, 2, 9.0)) == 16
 
 
 def test_tokens_in_the_caches_of_all_ranks() -> None:
@@ -304,29 +380,51 @@ def test_tokens_in_the_caches_of_all_ranks() -> None:
 
 
 def serve_arguments(*given: str) -> argparse.Namespace:
-    options = report.parser("x")
-    options.add_argument("--servers", default="ours,in-tree")
-    options.add_argument("--measure")
-    options.add_argument("--flags", default="")
-    serve_plan.add_options(options)
+    options = command_line.report_parser("x")
+    command_line.add_servers(options, "ours,in-tree")
+    command_line.add_decode(options)
     args = options.parse_args(given)
-    serve_plan.resolve(options, args)
+    command_line.resolve(options, args)
     return args
 
 
-def test_flags_of_the_served_configurations() -> None:
+def test_flags_of_the_served_configurations(tmp_path: Path) -> None:
     small = serve_arguments()
-    assert (small.memory, small.start_timeout, small.measure) == (0.6, 240, "decode,ttft,fit")
-    assert "--tp-size" not in serve_plan.flags(small, 0.6)
+    assert (small.memory, small.start_timeout, small.servers) == (0.6, 240, ["ours", "in-tree"])
     real = serve_arguments("--model", "v4flash", "--tp", "4", "--dp", "2", "--mem-fraction-static", "0.8")
-    assert (real.memory, real.start_timeout, real.measure) == (0.8, 420, "decode,ttft")
-    flags = serve_plan.flags(real, real.memory)
+    assert (real.memory, real.start_timeout) == (0.8, 420)
+    made = bench.Bench(real, tmp_path)
+    flags = made.flags(made.base())
     assert (flag_value(flags, "--tp-size"), flag_value(flags, "--dp-size")) == ("4", "2")
     assert "--enable-dp-attention" in flags
     assert flag_value(flags, "--max-running-requests") == "256"  # for all ranks: SGLang divides it
-    graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
+    graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--decode-log-interval")]
     assert (graphs[0], graphs[-1]) == ("1", "128")  # for one rank
-    assert serve_plan.plan(serve_arguments("--model", "v4flash", "--decode", "64,256")).decode == {64: 160, 256: 160}
+    assert bench.sizes_of(serve_arguments("--model", "v4flash", "--tp", "2", "--decode", "64,256")).decode == {
+        64: 160,
+        256: 160,
+    }
+
+
+def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
+    """SGLang takes the last value of a flag that is given twice."""
+    made = bench.Bench(serve_arguments("--flags", "--max-running-requests 7 --sleep-on-idle"), tmp_path)
+    argv = made.server("sglang-best", "x", made.base()).argv
+    assert argv[argv.index(command_line.BEST_FLAGS.split()[-1]) + 1 :] == [
+        "--max-running-requests",
+        "7",
+        "--sleep-on-idle",
+    ]
+    assert "--json-model-override-args" not in argv
+    ours = made.server("ours-eager", "x", made.base())
+    assert flag_value(ours.argv, "--cuda-graph-backend-prefill") == "disabled"
+    assert "--json-model-override-args" in ours.argv and ours.log == tmp_path / "logs" / "x-ours-eager.log"
+
+
+def test_every_second_start_reverses_the_servers() -> None:
+    args = serve_arguments("--starts", "3", "--servers", "ours,sglang")
+    order = ((1, "ours"), (1, "sglang"), (2, "sglang"), (2, "ours"), (3, "ours"), (3, "sglang"))
+    assert command_line.orders(args) == list(order)
 
 
 @pytest.mark.parametrize(
@@ -335,16 +433,65 @@ def test_flags_of_the_served_configurations() -> None:
         ("--tp 4 --dp 3", "expected --dp to divide the 4 GPUs evenly"),
         ("--tp 2 --gpus 2,x", "expected the numbers of 2 GPUs"),
         ("--decode 64,0", "--decode 64,0: expected numbers of 1 to 256 requests"),
-        ("--measure ttfd", "--measure ttfd: expected some of decode"),
-        ("--servers theirs", "--servers theirs: expected ours, in-tree or both"),
-        ("--model v4flash --measure fit", "needs the small weights of flashshape"),
+        ("--servers theirs", "--servers theirs: expected some of ours, ours-eager"),
+        ("--dry-run --servers theirs", "--servers theirs: expected some of ours, ours-eager"),
+        ("--model v4flash", "--model v4flash --tp 1: expected at least 2 GPUs"),
+        ("--starts 0", "--starts 0: expected at least 1"),
         ("--dry-run --tp 2", "--dry-run has one process"),
+        ("--flags=--max-runing-requests", "unknown flag --max-runing-requests; did you mean --max-running-requests?"),
     ],
 )
 def test_what_does_not_fit_together_is_rejected(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve_arguments(*given.split())
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("serve", "--measure ttfd", "--measure ttfd: expected some of decode"),
+        ("serve", "--measure ttft --cold 8K", "--cold 8K: expected positive numbers"),
+        ("retract", "--servers theirs", "--servers theirs: expected some of"),
+        ("full_pool", "--trees theirs", "--trees theirs: expected some of ours"),
+        ("full_pool", "--conversations 5k", "--conversations 5k: expected positive numbers"),
+        ("disaggregation", "--rate 0", "--rate 0.0: expected numbers above 0"),
+        ("turns", "--out x --tier host --loads=", "--tier host without --loads"),
+        ("trace", "none.jsonl --out x --closed 1", "none.jsonl"),
+        ("prefix_trace", "trace --active 1 2 --visits 3", "expected as many visits as loads"),
+    ],
+)
+def test_programs_reject_arguments_before_a_start(
+    name: str, given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        importlib.import_module(f"benchmarks.{name}").main(given.split())
+    assert error.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_missing_transfer_backend_is_named_before_a_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(disaggregation, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        disaggregation.main(["--dry-run"])
+    assert "the transfer backend mooncake_tcp is not installed" in capsys.readouterr().err
+
+
+def test_times_between_tokens_leave_out_the_first_quarter() -> None:
+    arrivals = [0.0, 9.0, 10.0, 10.1, 10.2, 10.3, 10.4, 10.6]
+    found = bench.between_tokens(Answer([0] * 8, 0, {}, 0.0, 10.6, arrivals))
+    assert found == {"p50": 100.0, "p95": 200.0, "low": 100.0, "high": 200.0}
+    assert bench.between_tokens(Answer([0], 0, {}, 0.0, 1.0, [1.0])) is None
+
+
+def test_a_warm_up_ends_when_times_settle() -> None:
+    times = iter([9.0, 2.0, 0.5, 0.4, 0.1])
+    assert bench.settle(lambda: next(times), faster=3, most=9) == 4
+    assert bench.settle(lambda: 1.0, faster=3, most=9) == 2
+    halves = iter(2.0**-i for i in range(9))
+    assert bench.settle(lambda: next(halves), faster=1.5, most=5) == 5
+    assert bench.settle(lambda: 1.0, faster=3, most=1) == 1
 
 
 def test_times_between_tokens() -> None:
@@ -375,7 +522,7 @@ def test_commands_of_both_servers(tmp_path: Path) -> None:
     ours, _ = servers.command(tmp_path, ["--max-running-requests", "4"], ours=True, cpu=False)
     assert "dsv4_sglang" in ours[ours.index("--json-model-override-args") + 1]
     assert set(argv) <= set(ours)
-    _, quantised = servers.command(serve_plan.MODELS["flashshape"].folder, [], ours=False, cpu=False)
+    _, quantised = servers.command(command_line.MODELS["flashshape"].folder, [], ours=False, cpu=False)
     assert "SGLANG_OPT_FP8_WO_A_GEMM" not in quantised
     with pytest.raises(ValueError, match="needs a GPU"):
         servers.command(tmp_path, [], ours=False, cpu=True)
@@ -409,7 +556,7 @@ def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:
     assert retract.longest_pause([12.0, 12.8], 12.9, 13.0) is None
 
 
-# Scores tokens. Given a trace, also profiles: its decode line of two requests waits for /start_profile.
+# Answers requests. Given a trace, also profiles: its decode line of two requests waits for /start_profile.
 FAKE = """
 import json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -433,10 +580,7 @@ class Handler(BaseHTTPRequestHandler):
         if asked["input_ids"] == [[3], [4]]:
             print("[2026-11-22 10:00:00] Decode batch, #running-req: 2, gen throughput (token/s): 1.00, ", flush=True)
             started.wait(20)
-        n = asked["sampling_params"]["max_new_tokens"]
-        pairs = [[-0.5 - i, 10 + i, None] for i in range(n)]
-        sent = [[None if i == 0 else -1.0, t, None] for i, t in enumerate(asked["input_ids"])]
-        self.answer({"meta_info": {"output_token_logprobs": pairs, "input_token_logprobs": sent}})
+        self.answer({})
     def log_message(self, *args): print("asked", flush=True)
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
@@ -458,12 +602,59 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pyte
         assert f" --port {server.port} --nccl-port {server.port + 1} " in server.lines()
         assert server.request("/server_info")["max_total_num_tokens"] == 1000
         mark = server.mark()
-        answer = oracle_distance.ask(server, [5, 6], 3)
+        server.generate([5, 6], 3)
         assert "asked" in server.lines(mark)
     assert process.poll() is not None and not folder.exists()
-    assert answer["tokens"] == [10, 11, 12]
-    assert answer["decode"] == [-0.5, -1.5, -2.5]
-    assert answer["prefill"] == [-1.0] * 3
+
+
+def test_rows_have_the_facts_of_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They name the model and not its folder, which is different on each machine."""
+
+    def fake(model: Path, flags: list[str], ours: bool, cpu: bool) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-c", FAKE, "--model-path", str(model), *flags], {}
+
+    monkeypatch.setattr(servers, "command", fake)
+    made = bench.Bench(serve_arguments("--flags=--sleep-on-idle", "--start-timeout", str(LONG)), tmp_path)
+    with made.serving("sglang-best", "x", ["--context-length", "7"]) as (server, facts):
+        assert server.log == tmp_path / "logs" / "x-sglang-best.log" and server.log.is_file()
+    assert (facts["subject"], facts["max_total_num_tokens"]) == ("sglang-best", 1000)
+    assert facts["flags"] == f"{command_line.BEST_FLAGS} --sleep-on-idle" and facts["start_s"] > 0
+    of_program = "--model-path flashshape --load-format dummy --context-length 7"
+    assert facts["command"].endswith(f"{of_program} {facts['flags']}") and str(made.model) not in facts["command"]
+    made.args.deadline = 0.0
+    with pytest.raises(bench.OutOfTime), made.serving("ours", "x", []):
+        pass
+
+
+def test_rows_of_each_start_are_appended_and_failures_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that fails costs its rows only."""
+
+    def measure(subject: str, number: int) -> Iterator[dict[str, int]]:
+        yield {"value": number}
+        if (subject, number) == ("ours", 2):
+            raise RuntimeError("lost")
+        if number == 3:
+            raise bench.OutOfTime("skipped: more")
+        yield {"value": -number}
+
+    args = serve_arguments("--starts", "3", "--servers", "ours,sglang")
+    args.out, shown = tmp_path / "new" / "rows.jsonl", []
+    assert bench.append_rows(args, measure, lambda row, line: shown.append((row, line)), settings={"a": 1}) == 1
+    lines = args.out.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["start"], row["value"]) for row in rows] == [(1, 1), (1, -1)] * 2 + [
+        (2, 2),
+        (2, -2),
+        (2, 2),
+        (3, 3),
+        (3, 3),
+    ]
+    assert all(row["input"] == "ids" and row["settings"] == {"a": 1} and row["environment"]["commit"] for row in rows)
+    assert shown == [({"value": row["value"]}, line) for row, line in zip(rows, lines)]
+    said = capsys.readouterr().err
+    assert "ours failed: lost" in said and said.count("is over. skipped: more") == 2
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path, only_ports: int) -> None:
@@ -560,29 +751,15 @@ def test_a_profile_waits_for_all_requests_and_reads_the_first_ranks_trace(tmp_pa
     assert profile_steps.on_first_rank(server, 1) == {"routed_dp_rank": 0}
 
 
-# Comparisons
-
-
-def test_distances_to_the_oracle() -> None:
-    score = types.SimpleNamespace(
-        logprobs=torch.tensor([-1.0, -2.0, -3.0]), margin=torch.tensor([0.0, 0.01, 2.0]), best=torch.tensor([1, 2, 3])
-    )
-    answer = {"decode": [-1.1, -2.0, -3.5]}
-    found = oracle_distance.distances(answer, score, "decode")
-    assert found["mean"] == pytest.approx(0.2)
-    assert found["max"] == pytest.approx(0.5)
-    assert (found["agree"], found["agree or near tie"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
-    row = {"kind": "prompt", "server": "fp8", "path": "decode", "prompt": 5, "seed": 0}
-    [line] = oracle_distance.summary([row | found, row | found | {"seed": 1, "values": [1.0, 1.0, 1.0]}])
-    assert (line["tokens"], line["seeds"], line["mean"], line["max"]) == (6, 2, pytest.approx(0.6), 1.0)
+# Time limits
 
 
 def test_a_time_limit_stops_the_servers_and_keeps_the_rows(tmp_path: Path) -> None:
     program = f"""
 import signal, sys
 from pathlib import Path
-from benchmarks import report, servers
-made = report.Report("demo", report.parser("x").parse_args(["--out", {str(tmp_path)!r}]))
+from benchmarks import command_line, report, servers
+made = report.Report("demo", command_line.report_parser("x").parse_args(["--out", {str(tmp_path)!r}]))
 server = servers.Server("fake", [sys.executable, "-c", {FAKE!r}], {{}}, Path({str(tmp_path)!r}) / "fake.log")
 def part():
     with servers.running(server, {LONG}):
@@ -600,27 +777,3 @@ made.part("slow", part)
     assert [row["us"] for row in result(tmp_path, "demo")["rows"]] == [1.0]
     with pytest.raises(ProcessLookupError):
         os.kill(int(line.split()[1]), 0)
-
-
-def test_prompts_and_answers_fit_the_context() -> None:
-    """This includes a request that continues the longest answer of the previous burst. A seed gives one list."""
-    again = [list(itertools.islice(lifecycle.bursts(seed, lifecycle.Shape()), 4)) for seed in (3, 3, 4)]
-    assert again[0] == again[1] != again[2]
-    driver = lifecycle.Driver("http://127.0.0.1:9", seed=3, shape=lifecycle.Shape(context=700, burst=40))
-    for burst in itertools.islice(lifecycle.bursts(3, driver.shape), 8):
-        prompts = driver.prompts(burst)
-        assert prompts == driver.prompts(burst)
-        for ask in burst.asks:
-            assert len(prompts[ask.number]) > 0 and len(prompts[ask.number]) + ask.count < 700
-            assert len(prompts[ask.number]) + ANSWER_TOKENS <= 700 - lifecycle.SPARED, "not to be compared"
-        driver.texts = {ask.number: prompts[ask.number] + [5] * ask.count for ask in burst.asks}
-        goes_on = [ask for ask in burst.asks if ask.base is not None and ask.kept == 1.0 and ask.base in prompts]
-        assert any(prompts[ask.number][: len(prompts[ask.base])] == prompts[ask.base] for ask in goes_on)
-
-
-@pytest.mark.parametrize(
-    ("warm", "worst", "tolerance", "far"),
-    [(0.1, 0.2, None, False), (0.2, 0.2, None, True), (0.1, 0.2, 0.1, True), (float("nan"), 0.0, None, True)],
-)
-def test_how_far_a_warm_answer_may_be(warm: float, worst: float, tolerance: float | None, far: bool) -> None:
-    assert too_far(Distance(128, warm, worst, cold=0.0), noise=0.04, tolerance=tolerance) == far

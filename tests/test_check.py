@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
-from dsv4_sglang.cli.check import ANSWER_TOKENS, PROMPT_TOKENS
+from dsv4_sglang.cli.check import ANSWER_TOKENS, PROMPT_TOKENS, Distance, too_far
 from dsv4_sglang.cli.client import INTEGRITY_KEY, samples
 
 
@@ -116,3 +116,11 @@ def test_findings_are_shown_and_counted() -> None:
 def test_samples_leave_out_times_of_creation() -> None:
     page = "# TYPE dsv4_hits counter\ndsv4_hits_total 3.0\ndsv4_hits_created 1.7e9\n# TYPE other gauge\nother 1.0\n"
     assert [(one.name, one.value) for one in samples(page, "dsv4_")] == [("dsv4_hits_total", 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("warm", "worst", "tolerance", "far"),
+    [(0.1, 0.2, None, False), (0.2, 0.2, None, True), (0.1, 0.2, 0.1, True), (float("nan"), 0.0, None, True)],
+)
+def test_how_far_a_warm_answer_may_be(warm: float, worst: float, tolerance: float | None, far: bool) -> None:
+    assert too_far(Distance(128, warm, worst, cold=0.0), noise=0.04, tolerance=tolerance) == far

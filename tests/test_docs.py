@@ -265,3 +265,20 @@ def test_packages_of_srt_import_in_the_order_of_the_architecture_page() -> None:
         "MODULE = 'dsv4_sglang.srt.b.c'",
     ):
         assert imports_from_below(["a", "b"], "a", line) == ["b"] and not imports_from_below(["b", "a"], "a", line)
+
+
+def test_only_tests_import_tests() -> None:
+    """Imports go one way: from tests to benchmarks to the package."""
+    tests = ROOT / "tests"
+    names = {path.stem for path in tests.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    banned = {"benchmarks": names, "dsv4_sglang": names | {"benchmarks"}}
+    imported = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
+    assert {"reference", "support"} < names
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for folder, forbidden in banned.items()
+        for file in (ROOT / folder).rglob("*.py")
+        for name in imported.findall(file.read_text())
+        if name in forbidden
+    ]
+    assert not wrong

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from reference.nextn import NextN
+from reference.oracle import Oracle
 from transformers import AutoTokenizer
 
-from benchmarks.reference.nextn import NextN
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 TEXTS = ("The quick brown fox jumps over", "def f(x): return x + 1\n", "1 2 3 4 5 6")

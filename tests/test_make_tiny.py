@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from liveness import run
+from reference import oracle_v41
+from reference.oracle import Oracle
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from typer.testing import CliRunner
 
-from benchmarks.reference import oracle_v41
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, make_tiny

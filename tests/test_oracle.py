@@ -1,11 +1,14 @@
 """Tests of the oracle: its cache, its fake quantisers and its measures are right."""
 
+from types import SimpleNamespace
+
+import oracle_distance
 import pytest
 import torch
+from reference.oracle import Oracle, Score
+from reference.quantise import bf16_entries, mxfp4_keys
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from benchmarks.reference.oracle import Oracle, Score
-from benchmarks.reference.quantise import bf16_entries, mxfp4_keys
 from dsv4_sglang.formats import KVBuffer, KVFormat, index_keys
 from dsv4_sglang.testing.quantise import fp8_entries
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
@@ -118,3 +121,40 @@ def test_the_gap_of_the_selection(oracle: Oracle, prompt: list[int]) -> None:
     gaps = oracle.selection_gap(prompt)
     assert gaps[:67].isinf().all() and gaps[67:].isfinite().all()
     assert (gaps[67:] >= 0).all() and 1e-6 < gaps[67:].median() < 0.5
+
+
+# tests/oracle_distance.py
+
+
+def test_distances_to_the_oracle() -> None:
+    score = SimpleNamespace(
+        logprobs=torch.tensor([-1.0, -2.0, -3.0]), margin=torch.tensor([0.0, 0.01, 2.0]), best=torch.tensor([1, 2, 3])
+    )
+    answer = {"decode": [-1.1, -2.0, -3.5]}
+    found = oracle_distance.distances(answer, score, "decode")
+    assert found["mean"] == pytest.approx(0.2)
+    assert found["max"] == pytest.approx(0.5)
+    assert (found["agree"], found["agree or near tie"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    row = {"kind": "prompt", "server": "fp8", "path": "decode", "prompt": 5, "seed": 0}
+    [line] = oracle_distance.summary([row | found, row | found | {"seed": 1, "values": [1.0, 1.0, 1.0]}])
+    assert (line["tokens"], line["seeds"], line["mean"], line["max"]) == (6, 2, pytest.approx(0.6), 1.0)
+
+
+def test_an_answer_is_scored_again_as_a_prompt() -> None:
+    """The second request sends prompt and answer. Its last log p are those of the answer's tokens."""
+    pairs = [[-0.5 - i, 10 + i, None] for i in range(3)]
+    sent = [[None, 5, None], [-1.0, 6, None], *([-2.0 - i, 10 + i, None] for i in range(3))]
+    asked: list[list[int]] = []
+
+    def generate(ids: list[int], tokens: int, **fields: object) -> dict:
+        asked.append(ids)
+        return {"meta_info": {"output_token_logprobs": pairs, "input_token_logprobs": sent}}
+
+    server = SimpleNamespace(generate=generate, flush=lambda: None)
+    answer = oracle_distance.ask(server, [5, 6], 3)  # type: ignore[arg-type]
+    assert asked == [[5, 6], [5, 6, 10, 11, 12]]
+    assert answer["tokens"] == [10, 11, 12]
+    assert (answer["decode"], answer["prefill"]) == ([-0.5, -1.5, -2.5], [-2.0, -3.0, -4.0])
+    pairs[0][1] = 9
+    with pytest.raises(ValueError, match="do not end with the tokens that were sent"):
+        oracle_distance.ask(server, [5, 6], 3)  # type: ignore[arg-type]

@@ -16,8 +16,10 @@ from liveness import LONG
 
 from benchmarks import prefix_trace, servers, turns
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
+from benchmarks.bench import OutOfTime
+from benchmarks.client import Client
 from benchmarks.prefix_trace import live_tokens
-from benchmarks.replay import Client, Replay
+from benchmarks.replay import Replay
 
 SMALL = TraceConfig(conversations=12, active=5, seed=3, tokens=(2_000, 9_000), turns=(4, 9), branching=0.3)
 
@@ -182,6 +184,35 @@ def test_other_conversations_fill_the_device_before_each_round(server: FakeServe
     assert asked[:3] == [(filler, 1), (filler, 1), (544, 1)]
     assert asked[3:] == [(filler, 16), (filler, 16), (564, 16)] * (row["warm_rounds"] + 6)
     assert (row["tier"], row["tier_share"]) == ("host", 0.25)
+
+
+def test_the_first_load_runs_once_more_unmeasured(server: FakeServer) -> None:
+    held, asked = conversations(server), server.asked
+    rows = list(held.measure_all([turns.Load.parse("600+20x2"), turns.Load.parse("600+30x1")]))
+    assert [row["load"] for row in rows] == ["600+20x2", "600+30x1"]
+    assert asked.count((564, 16)) >= 2 * 2 * (2 + 2) > 2 * (rows[0]["warm_rounds"] + 2)
+    assert asked.count((574, 16)) == rows[1]["warm_rounds"] + 6
+
+
+def test_loads_after_the_deadline_are_named(server: FakeServer) -> None:
+    held = conversations(server)
+    loads = [turns.Load.parse("600+20x1"), turns.Load.parse("600+30x1")]
+    measured = held.measure_all(loads)
+    assert next(measured)["load"] == "600+20x1"
+    held.deadline = 0.0
+    with pytest.raises(OutOfTime, match=r"^skipped: 600\+30x1$"):
+        next(measured)
+
+
+@pytest.mark.parametrize("loads", ["800+20x1", "800+20x2,900+20x1", "20000+200x8", "300000+20x1,20000+20x2"])
+def test_a_device_of_the_largest_load_holds_each_prompt(loads: str) -> None:
+    """SGLang rejects prompts beyond the context length, and a server whose pool holds less than that does not start."""
+    args = turns.parsed(["--out", "rows", "--tier", "host", "--loads", loads])
+    flags = turns.tier_flags(args)
+    tokens, context = (int(flags[flags.index(name) + 1]) for name in ("--max-total-tokens", "--context-length"))
+    filler = tokens // math.ceil(tokens / turns.FILLER_TOKENS) - 2 * turns.PAGE
+    prompts = [load.hit + turns.REMAINDER + load.new for load in args.loads]
+    assert max(filler, *prompts) + turns.ANSWER_TOKENS < context <= tokens
 
 
 @pytest.mark.parametrize("load", ["20000", "20000+x1", "200+20x1", "20000+0x1", "20000+20x0", "20000+20x1.5"])

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention, relative
+from reference.quantise import round_e2m1
 
-from benchmarks.reference.quantise import round_e2m1
 from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys, kv_entries
 from dsv4_sglang.ops.rope import rope_table
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import agent_trace, trace
 from benchmarks.agent_trace import TraceConfig
-from benchmarks.replay import TIERS, Answer
+from benchmarks.client import TIERS, Answer
 from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
 
 TINY = TraceConfig(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.oracle import Oracle
 from server_harness import Generated, Server, against_cold, assert_near, assert_same, greedy, prompt
 
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout

@@ -17,6 +17,7 @@ import pytest
 from disaggregation_harness import Disaggregated, a_pair, by, long_timeouts, needs
 from faulty_cache import HOLDING
 from liveness import Progress
+from reference.oracle import Oracle
 from server_harness import (
     DRAFTS,
     FP32,
@@ -31,7 +32,6 @@ from server_harness import (
 from server_plugin import broken
 
 from benchmarks import ports
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = pytest.mark.server

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from disaggregation_harness import Disaggregated, a_pair, by, needs
+from reference.oracle import Oracle
 from server_harness import DRAFTS, RETRACTABLE, Generated, assert_near, greedy, only, prompt
 from server_plugin import broken
-
-from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 

@@ -6,6 +6,7 @@ Every rank has its own requests, blocks, state slots and prefix tree. Experts ar
 from __future__ import annotations
 
 import pytest
+from reference.oracle import Oracle
 from server_harness import (
     FP32,
     Server,
@@ -20,7 +21,6 @@ from server_harness import (
 )
 from typer.testing import CliRunner
 
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]

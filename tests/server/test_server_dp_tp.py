@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from reference.oracle import Oracle
 from server_harness import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
 from server_plugin import broken
-
-from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from recorded_drafts import recorded
+from reference.dspark import DSpark
+from reference.oracle import Oracle
 from server_harness import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
 
-from benchmarks.reference.dspark import DSpark
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import GPUS

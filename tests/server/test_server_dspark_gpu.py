@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.oracle import KVFormat, Oracle
 from server_harness import (
     CHUNK,
     Server,
@@ -20,8 +21,6 @@ from server_harness import (
     greedy,
     prompt,
 )
-
-from benchmarks.reference.oracle import KVFormat, Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from reference.oracle import Oracle
 from server_harness import (
     FP32,
     HOST_CACHE,
@@ -19,7 +20,6 @@ from server_harness import (
 )
 from server_plugin import broken
 
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import client
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]

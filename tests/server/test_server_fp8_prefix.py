@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.oracle import Oracle
 from server_harness import DRAFTS, Generated, Server, against_cold, assert_as_near_as_the_format, greedy, prompt
-
-from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 

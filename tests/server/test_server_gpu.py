@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from reference.oracle import Oracle
 from server_harness import (
     DRAFTS,
     EAGLE,
@@ -26,8 +27,6 @@ from server_harness import (
     prompt,
     running,
 )
-
-from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.oracle import Oracle
 from server_harness import (
     ATTEMPTS,
     FP32,
@@ -22,8 +23,6 @@ from server_harness import (
     prompt,
 )
 from server_plugin import broken
-
-from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 

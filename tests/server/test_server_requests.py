@@ -21,8 +21,8 @@ from server_harness import FP32, Server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from support.lifecycle import SPARED
 
-from benchmarks.lifecycle import SPARED
 from dsv4_sglang.srt.plugin.request_validation import SET_BY_SGLANG
 
 pytestmark = pytest.mark.server

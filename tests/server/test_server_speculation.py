@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from recorded_drafts import recorded
+from reference.nextn import NextN
+from reference.oracle import Oracle
 from server_harness import (
     DRAFTS,
     FP32,
@@ -25,8 +27,6 @@ from server_harness import (
 from server_plugin import broken
 from transformers import DynamicCache
 
-from benchmarks.reference.nextn import NextN
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from faulty_cache import LAUNCH_ERROR
+from reference.oracle import Oracle
 from server_harness import (
     BROKEN_OFF,
     FP32,
@@ -22,10 +23,9 @@ from server_harness import (
     prompt,
 )
 from server_plugin import broken
+from support.lifecycle import Driver, Shape, Wrong
 from typer.testing import CliRunner, Result
 
-from benchmarks.lifecycle import Driver, Shape, Wrong
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]

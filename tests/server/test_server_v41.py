@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.oracle_v41 import OracleV41
 from server_harness import Server, assert_right_though_retracted, distances, prompt, running
 from server_plugin import broken
 
-from benchmarks.reference.oracle_v41 import OracleV41
 from dsv4_sglang.cli import client
 
 pytestmark = [

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from liveness import Progress
+from reference.oracle import Oracle
 from server_harness import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
 
-from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = pytest.mark.server

@@ -1,8 +1,8 @@
-"""Run the lifecycle fuzzer (`benchmarks/lifecycle.py`) against servers of every configuration, or a running server.
+"""Run the lifecycle fuzzer (`tests/support/lifecycle.py`) against servers of every configuration, or a running server.
 
-    python -m benchmarks.fuzz --requests 25000 --limit 540        # requests per configuration, seconds in total
-    python -m benchmarks.fuzz --configurations eagle --seed 7     # one configuration, a different list of operations
-    python -m benchmarks.fuzz --url http://127.0.0.1:30000        # a server with the option integrity_check
+    python tests/fuzz.py --requests 25000 --seconds 540      # requests per configuration, seconds in total
+    python tests/fuzz.py --configurations eagle --seed 7     # one configuration, a different list of operations
+    python tests/fuzz.py --url http://127.0.0.1:30000        # a server with the option integrity_check
 
 Without a GPU, or with --dry-run, the servers are small and run on the CPU. fuzz.json counts the events of each
 configuration. A run that finds a violation exits with code 1 and prints the finding and the command that repeats it.
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.lifecycle import Driver, Shape, Wrong, play
 
-from benchmarks import report, servers
-from benchmarks.lifecycle import Driver, Shape, Wrong, play
+from benchmarks import command_line, report, servers
 from benchmarks.servers import Server
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command
 
@@ -65,8 +65,6 @@ ON_CPU = Shape(context=1024, burst=24, together=6)
 CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
 CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
 CPU_FLAGS += ("--sleep-on-idle",)
-# With tensors this small, threads mostly wait for each other and compiling takes longer than it saves.
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
 OPTIONS = {"integrity_check": True, "snapshot_interval": 512}
 # Of log p, with fp32 entries.
@@ -75,7 +73,7 @@ TOLERANCE = 2e-3
 
 def command(name: str, cpu: bool) -> list[str]:
     """Return the command that runs this program for one configuration."""
-    return ["python", "-m", "benchmarks.fuzz", *(["--dry-run"] if cpu else []), "--configurations", name]
+    return ["python", "tests/fuzz.py", *(["--dry-run"] if cpu else []), "--configurations", name]
 
 
 class Fuzz:
@@ -84,7 +82,7 @@ class Fuzz:
         self.names = [name for name in args.configurations.split(",") if name] or [
             name for name, of in CONFIGURATIONS.items() if self.cpu or of.gpus <= torch.cuda.device_count()
         ]
-        self.end, self.left = time.monotonic() + args.limit, len(self.names)
+        self.end, self.left = time.monotonic() + args.seconds, len(self.names)
         self.models, self.logs = report.scratch_folder("fuzz"), Path(args.out) / "logs"
 
     def model(self, nextn: bool) -> Path:
@@ -101,7 +99,7 @@ class Fuzz:
         flags = [*(CPU_FLAGS if self.cpu else GPU_FLAGS), *of.flags, "--skip-server-warmup", "--enable-metrics"]
         overrides = [OPT_IN_FLAG, json.dumps({OPT_IN_KEY: options})]
         made = server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
-        environment = {**made.environment, **(CPU_ENVIRONMENT if self.cpu else {})}
+        environment = {**made.environment, **(servers.CPU_ENVIRONMENT if self.cpu else {})}
         if not self.cpu:
             environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
         elif of.ranks > 1:
@@ -131,7 +129,7 @@ class Fuzz:
 
         ranks = len({one["dp_rank"] for one in Asked.at(self.args.url).integrity()})
         driver = Driver(self.args.url, self.args.seed, Shape(ranks=max(1, ranks), text=False))
-        yield summary(driver, self.play(driver, "url", self.args.limit))
+        yield summary(driver, self.play(driver, "url", self.args.seconds))
 
     def play(self, driver: Driver, name: str, limit: float) -> str | None:
         """Play the operations. Print a violation with the command that repeats it.
@@ -147,11 +145,7 @@ class Fuzz:
         try:
             play(driver, self.args.requests, limit)
         except Wrong as error:
-            again = (
-                ["python", "-m", "benchmarks.fuzz", "--url", self.args.url]
-                if self.args.url
-                else command(name, self.cpu)
-            )
+            again = ["python", "tests/fuzz.py", "--url", self.args.url] if self.args.url else command(name, self.cpu)
             again += ["--seed", str(self.args.seed), "--requests", str(self.args.requests)]
             print(f"{name}: {error}\nlogs: {self.logs}\nagain: {shlex.join(again)}", flush=True)
             return str(error)
@@ -164,17 +158,17 @@ def summary(driver: Driver, found: str | None) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__)
+    options = command_line.report_parser(__doc__)
     options.add_argument("--configurations", default="", help=f"some of {', '.join(CONFIGURATIONS)} (all that fit)")
     options.add_argument("--requests", type=int, default=25_000, help="requests per configuration (%(default)s)")
-    options.add_argument("--limit", type=float, default=3600, help="total seconds, without shutdowns (%(default)s)")
     options.add_argument("--seed", type=int, default=1, help="seed of the operations (%(default)s)")
     options.add_argument("--url", default="", help="use the running server at this URL instead")
+    options.set_defaults(seconds=3600.0)
     args = options.parse_args(argv)
     fuzz = Fuzz(args)
     if unknown := [name for name in fuzz.names if name not in CONFIGURATIONS]:
         options.error(f"--configurations {unknown[0]!r}: expected some of {', '.join(CONFIGURATIONS)}")
-    result = report.Report("fuzz", args, {"seed": args.seed, "requests": args.requests, "limit": args.limit})
+    result = report.Report("fuzz", args, {"seed": args.seed, "requests": args.requests, "seconds": args.seconds})
     for name in ["url"] if args.url else fuzz.names:
         result.part(name, fuzz.url if args.url else partial(fuzz.configuration, name))
     columns = ["part", "requests", "bursts", "hits", "retractions", "host loads", "compared warm", "found"]

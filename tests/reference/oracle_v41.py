@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.reference.oracle import Score, score_of
-from benchmarks.reference.quantise import mxfp4, v41_entries, v41_keys, v41_rows
 from dsv4_sglang.testing.formula import rope
+from reference.oracle import Score, score_of
+from reference.quantise import mxfp4, v41_entries, v41_keys, v41_rows
 
 WINDOW = 128
 

@@ -1,10 +1,10 @@
 """Measure the distance of servers to the oracle: transformers in fp32 on the same model weights, teacher-forced.
 
-    python -m benchmarks.oracle_distance [--seeds 0,1] [--servers in-tree,fp8,bf16] [--out DIR]
+    python tests/oracle_distance.py [--seeds 0,1] [--servers in-tree,fp8,bf16] [--out DIR]
 
 Every seed makes a `make-tiny` model, which three servers load: SGLang's own, ours with FP8 entries and ours with
 bfloat16 entries, all with CUDA graphs and bf16 compute. Prompts of random tokens are sent one at a time and decoded
-greedily. For each token the benchmark compares the server's log p of the token that it chose with the oracle's, and
+greedily. For each token this compares the server's log p of the token that it chose with the oracle's, and
 notes if the oracle would have chosen the same token. Rows of path "prefill" compare the same tokens sent as part of the
 prompt. The first server starts alone and compiles kernels; the others start together.
 """
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import command_line, report
 from benchmarks.servers import Server, command, random_prompt
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
@@ -155,8 +155,7 @@ class Bench:
     def score(self, seed: int) -> Iterator[dict[str, Any]]:
         """Score the tokens of every server of this seed with the oracle."""
         import torch
-
-        from benchmarks.reference.oracle import Oracle
+        from reference.oracle import Oracle
 
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
@@ -217,7 +216,7 @@ def saved_answers(file: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__)
+    options = command_line.report_parser(__doc__)
     options.add_argument("--seeds", default="0,1", help="seeds of the models, separated by commas (%(default)s)")
     options.add_argument("--servers", default=",".join(SERVERS), help="some of %(default)s")
     options.add_argument("--start-timeout", type=float, default=300, help="seconds a server may take to start")

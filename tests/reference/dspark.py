@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from benchmarks.reference.oracle import Oracle
+from reference.oracle import Oracle
 
 WINDOW = 128
 _BEHIND_THE_LAYERS = ("norm.", "hc_head_")

@@ -23,7 +23,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from benchmarks.reference.oracle import Oracle
+from reference.oracle import Oracle
 
 BLOCK = "mtp.0."
 _INPUT = ("enorm", "hnorm", "e_proj", "h_proj")

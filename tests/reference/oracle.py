@@ -16,8 +16,8 @@ from transformers import AttentionInterface, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from benchmarks.reference.quantise import bf16_entries, mxfp4_keys
 from dsv4_sglang.testing.quantise import fp8_entries
+from reference.quantise import bf16_entries, mxfp4_keys
 
 KVFormat = Literal["fp32", "bf16", "fp8"]
 KeyFormat = Literal["fp32", "mxfp4"]

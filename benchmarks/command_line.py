@@ -1,0 +1,169 @@
+"""The command line of the programs: options, their defaults, and the models and servers that they name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.environment import ROOT
+from dsv4_sglang.srt.launch.error import LaunchError
+from dsv4_sglang.srt.launch.flag_names import reject_unknown
+
+RESULTS = ROOT / "benchmarks" / "results"
+CONFIGS = ROOT / "benchmarks" / "configs"
+# Requests of a whole server, over all its ranks.
+MAX_REQUESTS = 256
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its defaults. `memory` is the share of a GPU for weights and cache, `gpus` the least number."""
+
+    folder: Path
+    memory: float
+    start_seconds: float
+    gpus: int
+
+
+MODELS = {
+    "flashshape": Model(CONFIGS / "flashshape", 0.6, 240, 1),
+    "v4flash": Model(CONFIGS / "v4flash", 0.85, 420, 2),
+}
+# Prefill graphs of SGLang whose sizes fit the loads of `benchmarks.turns`.
+BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
+# Flags of each server in addition to those of the program. "in-tree" is "sglang", by the name that kernels have in the
+# results.
+SERVERS = {
+    "ours": "",
+    "ours-eager": "--cuda-graph-backend-prefill disabled",
+    "in-tree": "",
+    "sglang": "",
+    "sglang-best": BEST_FLAGS,
+}
+
+
+def is_ours(server: str) -> bool:
+    return server.startswith("ours")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of all programs."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this time")
+    options.add_argument(
+        "--dry-run", action="store_true", help="smallest sizes on the CPU, without the kernels and servers of SGLang"
+    )
+    return options
+
+
+def report_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program that writes a `report.Report`."""
+    options = parser(description)
+    options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file (%(default)s)")
+    options.add_argument("--quick", action="store_true", help="the short set")
+    options.add_argument("--parts", default="", help="only parts whose name contains one of these, separated by commas")
+    options.add_argument("--resume", action="store_true", help="keep the parts in the JSON file, run the missing ones")
+    return options
+
+
+def lines_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program that appends rows to a file (`report.Lines`)."""
+    options = parser(description)
+    options.add_argument("--out", "--output", type=Path, required=True, help="JSON lines, appended; logs beside it")
+    options.set_defaults(quick=False)
+    return options
+
+
+def add_model(options: argparse.ArgumentParser) -> None:
+    """Add the options of a program that starts servers of one model."""
+    options.add_argument("--model", choices=MODELS, default="flashshape", help="in benchmarks/configs (%(default)s)")
+    options.add_argument("--flags", default="", help='more flags for all servers, as in --flags="--sleep-on-idle"')
+    options.add_argument(
+        "--mem-fraction-static", type=float, dest="memory", help="default: 0.6 flashshape, 0.85 v4flash"
+    )
+    options.add_argument("--start-timeout", type=float, help="seconds to start (default: 240 flashshape, 420 v4flash)")
+    options.set_defaults(servers="", starts=1, tp=1, dp=1, gpus="", speculate=0, decode="", cold="", url="")
+
+
+def add_servers(options: argparse.ArgumentParser, default: str) -> None:
+    """Add the options of a program that compares servers. `default` names the servers."""
+    add_model(options)
+    names = ", ".join(SERVERS)
+    options.add_argument("--servers", default=default, help=f"in the order of the first start (%(default)s): {names}")
+    options.add_argument("--starts", type=int, default=1, help="starts of each server, in alternating order")
+    options.add_argument("--tp", type=int, default=1, help="GPUs of a server (%(default)s)")
+    options.add_argument("--dp", type=int, default=1, help="ranks of DP attention among them (%(default)s)")
+    options.add_argument("--gpus", default="", help="the servers' GPUs, as in 2,3 (default: the first ones)")
+    options.add_argument("--speculate", type=int, default=0, help="EAGLE drafts per round, as in 3 (default: none)")
+    options.add_argument(
+        "--accept-length", type=float, default=2.49, help="accepted tokens per speculative round (%(default)s)"
+    )
+
+
+def add_url(options: argparse.ArgumentParser) -> None:
+    """Add the options of a program that can use a running server."""
+    options.add_argument("--url", default="", help="use the running server at this URL instead of starting any")
+    options.add_argument("--vocab", type=int, default=4_000, help="token ids are below this (%(default)s)")
+
+
+def add_decode(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--decode", default="", help="concurrent requests, as in 64,256 (default: 1,16,64,256)")
+    options.add_argument("--prompt", type=int, default=1024, help="tokens of their prompts (%(default)s)")
+
+
+def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Replace lists by their parts, fill in what depends on the model, and reject what does not fit together.
+
+    Nothing has started by then, so that a wrong word costs no time of a GPU.
+    """
+    model = MODELS[args.model]
+    args.memory = model.memory if args.memory is None else args.memory
+    args.start_timeout = model.start_seconds if args.start_timeout is None else args.start_timeout
+    args.deadline = time.monotonic() + args.seconds
+    args.servers = [name for name in args.servers.split(",") if name]
+    if unknown := set(args.servers) - {*SERVERS}:
+        options.error(f"--servers {min(unknown)}: expected some of {', '.join(SERVERS)}")
+    if args.url:
+        args.servers, args.starts = ["running"], 1
+    elif args.dry_run:
+        args.servers = ["ours"]
+    args.decode = numbers(options, "decode", args.decode, most=MAX_REQUESTS)
+    args.cold = numbers(options, "cold", args.cold)
+    if args.starts < 1:
+        options.error(f"--starts {args.starts}: expected at least 1")
+    if args.dp < 1 or args.tp < 1 or args.tp % args.dp:
+        options.error(f"--tp {args.tp} --dp {args.dp}: expected --dp to divide the {args.tp} GPUs evenly")
+    if args.dry_run and (args.tp > 1 or args.gpus):
+        options.error("--dry-run has one process on the CPU: leave out --tp, --dp and --gpus")
+    if args.tp < model.gpus and not (args.dry_run or args.url):
+        options.error(f"--model {args.model} --tp {args.tp}: expected at least {model.gpus} GPUs")
+    if args.gpus and (not args.gpus.replace(",", "").isdigit() or len(args.gpus.split(",")) != args.tp):
+        options.error(
+            f"--gpus {args.gpus}: expected the numbers of {args.tp} GPUs, separated by commas, for --tp {args.tp}"
+        )
+    try:
+        reject_unknown(shlex.split(args.flags))
+    except (LaunchError, ValueError) as error:
+        options.error(f"--flags {args.flags!r}: {error}")
+
+
+def numbers(options: argparse.ArgumentParser, name: str, text: str, most: int | None = None) -> list[int]:
+    """Return the positive numbers in the value `text` of the option `name`, which are separated by commas."""
+    words = [word for word in text.split(",") if word]
+    if not all(word.isdigit() and 0 < int(word) <= (most or math.inf) for word in words):
+        bound = f"numbers of 1 to {most} requests" if most else "positive numbers"
+        options.error(f"--{name} {text}: expected {bound}, separated by commas")
+    return [int(word) for word in words]
+
+
+def orders(args: argparse.Namespace) -> list[tuple[int, str]]:
+    """Return (number of the start, server) in execution order. Every second start reverses the order of the servers."""
+    return [
+        (number, server)
+        for number in range(1, args.starts + 1)
+        for server in (args.servers if number % 2 else args.servers[::-1])
+    ]

@@ -1,1 +1,0 @@
-"""Reference models that tests and benchmarks compare servers with: transformers' in fp32, and the draft models."""

@@ -1,0 +1,1 @@
+"""Parts of the tests that several test files use."""
