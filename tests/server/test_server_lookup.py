@@ -1,19 +1,25 @@
 """`POST /dsv4/lookup` of real servers: what it finds is what the next request hits, on device, host and in files.
 
-Servers: one with an API key, and one with two tokenizer workers. test_server_dp.py looks up on two ranks.
+Servers: one with an API key, and one with two tokenizer workers. test_server_dp.py looks up on two ranks. Both publish
+KV events in Dynamo's format, from which a router predicts the same.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from kv_mirror import Mirror
 from liveness import POLL_SECONDS, STUCK_SECONDS, Progress
 from server_harness import FP32, Server, empty_device, only, prompt
+from sglang.srt.disaggregation.kv_events import KVEventBatch
 
 from dsv4_sglang.cli.server import RequestError
 
@@ -26,6 +32,8 @@ FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
+EVENTS = f"ipc://{tempfile.mkdtemp()}/events"
+FLAGS += ("--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": EVENTS, "format": "dynamo"}))
 SERVERS = {"key": ("--api-key", KEY), "workers": ("--tokenizer-worker-num", "2")}
 OPTIONS = {**FP32, "max_snapshots": 12}
 # A connection may reach either worker.
@@ -42,7 +50,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(server: Server, name: str) -> Server:
+def server(router: Any, server: Server, name: str) -> Server:
     """The server with its key in every request, once all of its workers answer."""
     if name == "key":
         server._headers["Authorization"] = f"Bearer {KEY}"
@@ -51,6 +59,29 @@ def server(server: Server, name: str) -> Server:
         progress.check()
         time.sleep(POLL_SECONDS / 10)
     return server
+
+
+@pytest.fixture(scope="module")
+def router(name: str) -> Any:
+    """A function that applies the events of the server to a mirror until a condition is true, and fails if it never
+    is. The subscriber listens before the server starts."""
+    events, mirror, decoder = zmq.Context.instance().socket(zmq.SUB), Mirror(), msgspec.msgpack.Decoder(KVEventBatch)
+    events.linger = events.rcvhwm = 0
+    events.connect(EVENTS)
+    events.subscribe("")
+
+    def believes(condition: Any) -> bool:
+        begin = time.monotonic()
+        while time.monotonic() - begin < STUCK_SECONDS:
+            while events.poll(100):
+                *_, payload = events.recv_multipart()
+                mirror.apply(decoder.decode(payload).events)
+            if condition(mirror):
+                return True
+        return False
+
+    yield believes
+    events.close()
 
 
 def look_up(server: Server, ids: list[int] | None = None, **fields: Any) -> dict[str, int]:
@@ -94,6 +125,21 @@ def test_a_prompt_moves_from_place_to_place(server: Server, name: str, pages: Pa
     server.wait_idle()
 
 
+def test_a_router_predicts_what_a_lookup_finds(server: Server, router: Any) -> None:
+    """Equal prompts of three name spaces. Blocks with an `extra_key` are not announced, but a lookup finds them."""
+    ids = prompt(500, seed=1)
+    server.flush()
+    spaces: tuple[dict[str, str], ...] = ({"cache_salt": "a"}, {}, {"cache_salt": "b"}, {"extra_key": "c"})
+    for i, space in enumerate(spaces):
+        server.generate(ids, 2, **space)
+        server.wait_idle()
+        for j, other in enumerate(spaces):
+            found = look_up(server, ids, **other)["hit_tokens"]
+            assert found == (3 * BLOCK if j <= i else 0)
+            if "extra_key" not in other:
+                assert router(lambda mirror: mirror.found(ids[:-1], other.get("cache_salt")) == found), (i, j)
+
+
 def test_text_is_tokenized_as_in_a_request(server: Server) -> None:
     text = "The cache of a server. " * 40
     request = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -125,7 +171,7 @@ def test_a_wrong_body_gets_one_line(server: Server, body: Any, message: str) -> 
     for _ in range(REPEATS):
         with pytest.raises(RequestError) as error:
             server.post("/dsv4/lookup", body)
-        said = json.loads(error.value.text)["error"]["message"]
+        said = json.loads(error.value.text)["message"]
         assert error.value.code == 400 and message in said and said.startswith("/dsv4/lookup: ") and "\n" not in said
 
 
