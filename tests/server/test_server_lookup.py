@@ -159,7 +159,7 @@ def test_text_is_tokenized_as_in_a_request(server: Server) -> None:
         ({"input_ids": [5] * (CONTEXT + 1)}, f"the prompt has {CONTEXT + 1} tokens; expected 1 to {CONTEXT}"),
         ({"input_ids": [5, VOCABULARY]}, f"expected 0 to {VOCABULARY - 1}"),
         ({"input_ids": [5, -1]}, f"expected 0 to {VOCABULARY - 1}"),
-        ({"input_ids": [1 << 80]}, "$.input_ids"),
+        ({"input_ids": [1 << 80]}, f"expected 0 to {VOCABULARY - 1}"),
         ({"input_ids": [True]}, "$.input_ids"),
         ({"input_ids": "5"}, "$.input_ids"),
         ({"input_ids": [5], "extra_key": ["a"]}, "$.extra_key"),

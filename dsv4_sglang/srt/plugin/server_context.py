@@ -237,12 +237,10 @@ class ServerContext:
 
     def name_cache(self, original: Callable[..., None], manager: Any, args: Any, *arguments: Any, **named: Any) -> None:
         """Append the name of the cache layout to the KV cache dtype, which both servers of a transfer compare."""
-        from sglang.srt.runtime_context import get_parallel
-
         from dsv4_sglang.srt.features.disaggregation import cache_name
 
         assert self.layout is not None, "pools are built before they are offered"
         assert isinstance(self.model, DSV4Config)
-        name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
+        name = cache_name(self.layout, self.model)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"
         original(manager, args, *arguments, **named)
