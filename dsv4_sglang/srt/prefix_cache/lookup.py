@@ -38,7 +38,9 @@ def find(cache: Any, tokens: array[int], extra_key: str | None, cache_salt: str 
         files: search the storage of the host cache, too, for up to STORED_BLOCKS blocks.
     """
     core = cache.tree_core
-    key, _ = RadixKey(tokens[:-1], extra_key, cache_salt=cache_salt).maybe_to_bigram_view(core.is_eagle)
+    key, _ = RadixKey(tokens, extra_key, limit=len(tokens) - 1, cache_salt=cache_salt).maybe_to_bigram_view(
+        core.is_eagle
+    )
     key = key.page_aligned(BLOCK)
     path, end, on_device = _match(core, key)
     hit = sum(len(node.key) for node in path[:end])
