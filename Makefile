@@ -5,8 +5,8 @@
 # make test-all make test, then make test-rest
 # make test-rest   the tests that make test leaves out
 # make bench    the benchmarks
-# make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
-# make docs     docs/ as a site in build/site; broken links are errors. In an environment of its own, .venv-docs
+# make check-recipes   resolve both recipes of `make setup` for a fresh machine, without installing anything
+# make docs     build docs/ as a site in build/site, in the environment .venv-docs; broken links are errors
 # make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/reference/release.md), SBOM; tried
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test and test-rest).

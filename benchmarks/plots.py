@@ -1,10 +1,13 @@
-"""Draw the main tables of benchmarks/results/ into docs/benchmarks/ as SVG: `python -m benchmarks.plots`."""
+"""Draw the main tables of benchmarks/results/ into docs/benchmarks/ as SVG: `python -m benchmarks.plots`.
+
+All figures have one style: this package in blue, SGLang in orange, all else in grey, the legend outside the axes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,171 +15,193 @@ from benchmarks import append, attend, index, move
 from benchmarks.command_line import RESULTS
 from benchmarks.environment import ROOT
 
-COLOURS = {
-    "ours": "#1f77b4",
-    "in-tree": "#d62728",
-    "in-tree, tuned": "#ff9896",
-    "ours triton": "#2ca02c",
-    "flashmla": "#7f7f7f",
-    "floor": "#999999",
-    "ours, far": "#aec7e8",
-    "in-tree, layer first": "#ff9896",
-    "copy": "#999999",
+OURS, SGLANG, OTHER = "#1f6feb", "#e8743b", "#8c959f"
+# Colour and legend of each series. A lighter tone is another setting of the same program.
+SERIES = {
+    "ours": (OURS, "this package"),
+    "ours triton": ("#9ecbff", "this package, portable kernel"),
+    "in-tree": (SGLANG, "SGLang"),
+    "in-tree, tuned": ("#f8c9a8", "SGLang, window ratio 0.5"),
+    "in-tree, layer first": ("#f8c9a8", "SGLang, layer first"),
+    "flashmla": (OTHER, "FlashMLA alone"),
+    "floor": (OTHER, "lower bound of the hardware"),
+    "copy": (OTHER, "one contiguous copy"),
+    "formats": (OTHER, "reference with rounded entries"),
+    "LRU": (SGLANG, "LRU"),
 }
-SHOWN = {
-    "in-tree, tuned": "SGLang, window ratio 0.5",
-    "ours triton": "this package, portable kernel",
-    "flashmla": "FlashMLA alone",
-}
-SERVERS = ("ours", "in-tree")
+DECODES = {f"decode x {count}" for count in (1, 64, 256)}
+WIDTH, BAR, MARGIN = 8.0, 0.17, 1.2  # inches: width of a figure, height of a bar, height without bars
 Row = dict[str, Any]
+# Label and values of a group of bars, by series.
+Group = tuple[str, dict[str, float | None]]
 
 
-def shown(name: str) -> str:
-    """Return the legend text of a series or setting."""
-    return SHOWN.get(name, name.replace("in-tree", "SGLang").replace("ours", "this package").replace("rows", "entries"))
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def grouped_bars(axis: Any, labels: list[str], values: dict[str, list[float | None]], unit: str) -> None:
-    """Draw one group per label and one bar per series, with the values above the bars. A missing value leaves a gap."""
-    width = 0.8 / max(1, len(values))
-    for i, (name, series) in enumerate(values.items()):
-        at = [j + (i - (len(values) - 1) / 2) * width for j in range(len(labels))]
-        bars = axis.bar(at, [v or 0 for v in series], width, label=shown(name), color=COLOURS.get(name))
-        axis.bar_label(bars, ["" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in series], fontsize=6)
-    axis.set_xticks(range(len(labels)), labels, fontsize=8)
-    axis.set_ylabel(unit)
-    axis.legend(fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
+def bars(axis: Any, groups: Iterable[Group], unit: str) -> None:
+    """Draw horizontal bars with their values, one group per label. Every bar and value has a line of its own."""
+    ticks, labels, place = [], [], 0.0
+    for label, values in groups:
+        shown = {name: values[name] for name in SERIES if values.get(name) is not None}
+        for i, (name, value) in enumerate(shown.items()):
+            colour, legend = SERIES[name]
+            drawn = axis.barh(place + i, value, 0.9, color=colour, label=legend)
+            axis.bar_label(drawn, [number(value)], fontsize=7, padding=2)
+        ticks.append(place + (len(shown) - 1) / 2)
+        labels.append(label)
+        place += len(shown) + 0.7
+    axis.set_yticks(ticks, labels, fontsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(place - 1, -0.8)
+    axis.margins(x=0.08)
+    axis.set_xlabel(unit, fontsize=8)
+    axis.figure.set_figheight(MARGIN + BAR * place)
 
 
-def pick(lines: list[Row], keys: tuple[str, ...]) -> dict[str, list[float | None]]:
-    return {key: [line.get(key) for line in lines] for key in keys if any(line.get(key) for line in lines)}
+def requests(work: str) -> str:
+    count = work.removeprefix("decode x ")
+    return "1 request" if count == "1" else f"{count} requests"
+
+
+def pick(line: Row, names: Iterable[str]) -> dict[str, float | None]:
+    return {name: line.get(name) for name in names}
 
 
 def draw_append(axis: Any, rows: list[Row]) -> None:
-    lines = [
-        line
+    kinds = {"steady": "", "csa+hca": ", all entries due"}
+    groups = [
+        (
+            requests(line["work"]) + kinds[line["load"]],
+            pick(line | {"floor": line.get("floor us")}, ("ours", "in-tree", "floor")),
+        )
         for line in append.compare(rows)
-        if line["model"] == "flash" and line["load"] in ("steady", "csa+hca") and line["work"].startswith("decode")
+        if line["model"] == "flash" and line["load"] in kinds and line["work"] in DECODES
     ]
-    lines = [line | {"floor": line.get("floor us")} for line in lines]
-    labels = [f"{line['work'].removeprefix('decode x ')}\n{line['load']}" for line in lines]
-    grouped_bars(axis, labels, pick(lines, ("ours", "in-tree", "floor")), "us a step, 43 layers")
-    axis.set_yscale("log")
-    axis.set_title("Write path, decode: requests and kind of step")
+    bars(axis, groups, "us per decode step, 43 layers")
 
 
 def draw_attend(axis: Any, rows: list[Row]) -> None:
-    lines = [line for line in attend.compare(rows) if "flash/" in line["case"] and "/128K/decode" in line["case"]]
-    labels = [line["case"].removeprefix("flash/").replace("/128K/decode x ", "\n") for line in lines]
-    grouped_bars(axis, labels, pick(lines, ("flashmla", "ours", "ours triton", "in-tree")), "us a layer")
-    axis.set_title("Attention, decode at 128K: kind of layer and requests")
+    groups = []
+    for line in attend.compare(rows):
+        model, kind, context, work = line["case"].split("/")
+        if (model, context) == ("flash", "128K") and work in DECODES:
+            label = f"{kind.upper()}, {requests(work)}"
+            groups.append((label, pick(line, ("flashmla", "ours", "ours triton", "in-tree"))))
+    bars(axis, groups, "us per layer, decode at 128K tokens")
 
 
 def draw_index(axis: Any, rows: list[Row]) -> None:
-    lines = [line for line in index.compare(rows) if "top 512" in line["case"] and "chunk" not in line["case"]]
-    labels = [line["case"].removesuffix(", top 512") for line in lines]
-    grouped_bars(axis, labels, pick(lines, ("ours", "in-tree")), "us a layer")
-    axis.set_title("Selection, decode: requests x context")
+    groups = [
+        (line["case"].removesuffix(", top 512"), pick(line, ("ours", "in-tree")))
+        for line in index.compare(rows)
+        if "top 512" in line["case"] and "chunk" not in line["case"]
+    ]
+    bars(axis, groups, "us per layer, decode, requests x context")
 
 
 def draw_move(axis: Any, rows: list[Row]) -> None:
-    lines = move.compare(rows)
-    far = {(line["direction"], line["run"]): line.get("ours") for line in lines if line["place"] == "far"}
-    lines = [line for line in lines if line["place"] != "far" and "ours" in line]
-    lines = [line | {"ours, far": far.get((line["direction"], line["run"]))} for line in lines]
-    lines.sort(key=lambda line: line["direction"], reverse=True)
-    labels = [f"{line['run']}\n{line['direction']}" for line in lines]
-    grouped_bars(axis, labels, pick(lines, ("ours", "ours, far", *move.LAYOUTS, "copy")), "GB/s")
-    axis.margins(y=0.15)  # space for the legend above the bars
-    axis.legend(fontsize=7, loc="upper center", ncols=5)
-    axis.set_title("All blocks of all layers to the host and back: length of the runs of ids")
+    runs = {"1": "scattered blocks", "all": "one run of blocks"}
+    groups = [
+        (f"{runs[line['run']]}, {line['direction']}", pick(line, ("ours", *move.LAYOUTS, "copy")))
+        for line in sorted(move.compare(rows), key=lambda line: line["direction"], reverse=True)
+        if line["place"] != "far" and line["run"] in runs
+    ]
+    bars(axis, groups, "GB/s, all layers")
 
 
 def draw_capacity(axis: Any, rows: list[Row]) -> None:
-    lines = [row for row in rows if row.get("kind") == "computed" and row["model"] == "flash" and not row.get("drafts")]
-    axis.barh([shown(line["setting"]) for line in lines], [line["tokens"] / 1e6 for line in lines])
-    axis.invert_yaxis()
-    axis.set_xlabel("million tokens")
-    axis.set_title("Tokens in the memory of the cache (Flash)")
+    names = {
+        "ours": "FP8 entries",
+        "ours, bf16 rows": "bfloat16 entries",
+        "in-tree, default": "default flags",
+        "in-tree, windows for hits (0.5)": "window ratio 0.5",
+        "in-tree, most tokens (0.01, online)": "ratio 0.01, no prefix hits",
+    }
+    tokens = {row["setting"]: row["tokens"] / 1e6 for row in rows if row["model"] == "flash" and not row["drafts"]}
+    groups = [(names[name], {name.split(",")[0]: tokens[name]}) for name in names]
+    bars(axis, groups, "million tokens of V4-Flash in 78.82 GiB")
 
 
 def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
-    lines = [line for line in rows if line["path"] == "decode" and line["prompts"] != "long"]
-    grouped_bars(axis, [shown(line["server"]) for line in lines], pick(lines, ("mean", "max")), "|d logprob|")
-    axis.set_title("Distance to transformers in fp32")
+    names = {
+        "fp8": ("FP8 entries", "ours"),
+        "bf16": ("bfloat16 entries", "ours"),
+        "in-tree": ("FP8 entries, FP8 index keys", "in-tree"),
+        "oracle, fp8 rows": ("FP8 entries", "formats"),
+        "oracle, bf16 rows": ("bfloat16 entries", "formats"),
+    }
+    groups = [
+        (f"{label}, {prompts}", {series: row["mean"]})
+        for kind, prompts in (("1 to 700", "up to 700 tokens"), ("long", "2,600 tokens"))
+        for name, (label, series) in names.items()
+        for row in rows
+        if (row["server"], row["path"], row["prompts"]) == (name, "decode", kind)
+    ]
+    bars(axis, groups, "mean |difference of log-probability| to transformers in fp32")
 
 
 def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
-    """Draw the share of an infinite cache's hits: one group per load, one bar per server."""
-    loads: dict[tuple[str, float], dict[str, float]] = {}
+    """Draw the share of an infinite cache's hits, of the loads that both servers ran."""
+    scenarios = {"trace": "agents", "revisit": "100 conversations in turn", "alternate": "two conversations in turn"}
+    loads: dict[tuple[str, float], dict[str, float | None]] = {}
     for row in rows:
-        if row["hit_of_ideal"] is None:
-            continue  # this round has nothing to hit; of later rounds the last one counts
+        if row["hit_of_ideal"] is None or row["scenario"] not in scenarios:
+            continue  # the first round has nothing to hit; of later rounds the last one counts
         tuned = "--swa-full-tokens-ratio" in row["server"]["flags"]
         load = row["scenario"], float(f"{row['live_tokens'] / 1e6:.2g}")
         loads.setdefault(load, {})["in-tree, tuned" if tuned else row["server"]["subject"]] = 100 * row["hit_of_ideal"]
-    names = [name for name in COLOURS if any(name in found for found in loads.values())]
-    order = sorted(loads)
-    labels = [f"{scenario.replace('-', chr(10))}\n{millions:g} M" for scenario, millions in order]
-    grouped_bars(axis, labels, {name: [loads[load].get(name) for load in order] for name in names}, "% of the ideal")
-    axis.legend(fontsize=7, loc=(0.29, 0.72))  # above the lowest bars
-    axis.set_title("Prefix hits by scenario and tokens in live conversations")
+    groups = [
+        (f"{scenarios[name]}, {millions:g} M live tokens", values)
+        for (name, millions), values in sorted(
+            loads.items(), key=lambda load: ([*scenarios].index(load[0][0]), load[0])
+        )
+        if {"ours", "in-tree"} <= values.keys()
+    ]
+    bars(axis, groups, "hits, % of an infinite cache's")
 
 
 def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
     """Draw hits and seconds per turn against the working set. If a size was measured repeatedly, the last row
     counts."""
-    for name in SERVERS:
+    for name in ("ours", "in-tree"):
         of_size = {row["part"]: row for row in rows if row["server"]["subject"] == name}
         lines = sorted(of_size.values(), key=lambda row: row["live_tokens"])
         times = [row["live_tokens"] / row["server"]["max_total_num_tokens"] for row in lines]
-        style = {"marker": "o", "markersize": 3, "label": shown(name), "color": COLOURS[name]}
+        colour, legend = SERIES[name]
+        style = {"marker": "o", "markersize": 3, "label": legend, "color": colour}
         axes[0].plot(times, [100 * row["hit_of_ideal"] for row in lines], **style)
         axes[1].plot(times, [row["turn_s_p50"] for row in lines], **style)
-    axes[0].set_ylabel("% of the ideal")
-    axes[0].set_title("Prefix hits")
-    axes[1].set_ylabel("seconds a conversation turn, p50")
-    axes[1].set_title(f"Conversation turns, {rows[-1]['arguments']['concurrency']} at a time")
+    axes[0].set_ylabel("hits, % of an infinite cache's", fontsize=8)
+    axes[1].set_ylabel("seconds per conversation turn, p50", fontsize=8)
     for axis in axes:
         axis.set_xscale("log")
         axis.set_xticks(ticks := (0.1, 0.5, 1, 2, 4, 8, 20), [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
-        axis.set_xlabel("live tokens / tokens on the device")
-        axis.legend(fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("live tokens / tokens on the GPU", fontsize=8)
 
 
 def draw_prefix_simulation(axes: Any, rows: list[Row]) -> None:
-    """Draw the hit rate of each study, except that of the loads, with one line per setting and policy."""
-    studies = (
-        ("memory", "gigabytes", "Hit rate against memory, by active conversations", "memory for the cache, GB"),
-        ("loop", "conversations", "20,000-token conversations visited in turn, 20 GB", "conversations"),
-        ("interval", "interval", "Snapshot interval, 20 GB", "tokens between snapshots of long prefills"),
-        ("share", "share", "Share of memory in snapshots, 20 GB", "share"),
-    )
-    for axis, (name, x, title, label) in zip(axes.flat, studies):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in (row for row in rows if row["part"] == name):
-            setting = {
-                "memory": f"{row.get('active')}",
-                "loop": "",
-                "interval": f"{row.get('active')} active, share {row['share']}",
-                "share": f"{row.get('tokens')} tokens",
-            }[name]
-            key = f"{setting} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "this package"
-            lines.setdefault(key, []).append((row[x], row["hit"]))
-        for key, points in lines.items():
-            axis.plot(*zip(*points), marker="o", markersize=3, linestyle=":" if "LRU" in key else "-", label=key)
-        if name in ("memory", "interval"):
-            axis.set_xscale("log")
-        axis.set_title(title, fontsize=9)
-        axis.set(xlabel=label, ylabel="hit tokens / infinite cache's")
-        axis.set_ylim(0.75 if name in ("interval", "share") else 0, 1.01)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
+    """Draw the hit rate against memory, a pair of lines per number of active conversations, and against the number of
+    conversations that alternate."""
+    for axis, part, x in ((axes[0], "memory", "gigabytes"), (axes[1], "loop", "conversations")):
+        lines: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
+        for row in (row for row in rows if row["part"] == part):
+            name = "LRU" if row["policy"] == "lru" else "ours"
+            lines.setdefault((name, row.get("active")), []).append((row[x], 100 * row["hit"]))
+        for (name, active), points in lines.items():
+            colour, legend = SERIES[name]
+            axis.plot(*zip(*points), marker="o", markersize=3, color=colour, label=legend)
+            if name == "ours" and active:
+                axis.annotate(f"{active:,}", max(points), (0, 4), textcoords="offset points", fontsize=7, ha="center")
+        axis.set_ylim(0, 108)
+        axis.set_yticks(range(0, 101, 20))
+        axis.set_ylabel("hits, % of an infinite cache's", fontsize=8)
+    axes[0].set_xscale("log")
+    axes[0].set_xlabel("GB for 10 to 10,000 active conversations", fontsize=8)
+    axes[1].set_xlabel("conversations of 20,000 tokens in turn, 20 GB", fontsize=8)
 
 
 DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
@@ -190,8 +215,18 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "tier_sweep": draw_tier_sweep,
     "prefix_simulation": draw_prefix_simulation,
 }
-# Rows and columns of axes of a figure; one axis if not listed.
-PANELS = {"tier_sweep": (1, 2), "prefix_simulation": (2, 2)}
+# Figures of two axes beside each other.
+PAIRS = {"tier_sweep", "prefix_simulation"}
+
+
+def finish(figure: Any) -> None:
+    """Apply the common style to all axes, and put one legend above them."""
+    handles: dict[str, Any] = {}
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, fontsize=8, frameon=False)
 
 
 def pyplot() -> Any:
@@ -231,9 +266,9 @@ def draw(results: Path, docs: Path) -> list[Path]:
         if loaded is None:
             continue
         rows, environment = loaded
-        lines, columns = PANELS.get(name, (1, 1))
-        figure, axes = plt.subplots(lines, columns, figsize=(8, 4 * lines), layout="constrained")
+        figure, axes = plt.subplots(1, 2 if name in PAIRS else 1, figsize=(WIDTH, 3.2), layout="constrained")
         draw_rows(axes, rows)
+        finish(figure)
         gpu = environment["gpu"].get("name", "computed")
         release = environment.get("versions", {}).get("sglang")
         figure.supxlabel(f"{gpu}, SGLang {release}" if release else gpu, fontsize=7, color="#666666")

@@ -31,6 +31,10 @@ PACKAGE_OF_SRT = re.compile(r"dsv4_sglang\.srt\.(\w+)")
 # 7 to 40 hexadecimal digits with at least one decimal digit and one letter.
 COMMIT = re.compile(r"(?<![\w.])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
+# A command in an indented code block, with its continuation lines.
+COMMAND = re.compile(
+    r"^    (?:(?:[A-Z_]+=\S+ )*(?:dsv4-sglang|python|make|docker|curl|pip|pipx|tools/\S+) (?:.*\\\n)*.*)$", re.MULTILINE
+)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
 
 
@@ -122,6 +126,13 @@ def test_cells_of_tables_are_short(page: Path) -> None:
     rows = re.findall(r"^\|(.*)\|$", page.read_text(), re.MULTILINE)
     cells = [re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in row.split(" | ")]
     assert not [cell for cell in cells if len(cell) > 120]
+
+
+def test_commands_fit_into_80_columns() -> None:
+    """The four columns of the indentation do not count."""
+    lines = [line for page in PAGES for command in COMMAND.findall(page.read_text()) for line in command.splitlines()]
+    assert len(lines) > 50, "the commands are no longer found"
+    assert not [line for line in lines if len(line) > 84]
 
 
 def test_the_site_has_every_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -9,9 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from storage_harness import PAGE, VARIABLE, bytes_of, key, name_of, open_storage, put, store, stored
@@ -198,6 +200,22 @@ def test_a_server_that_starts_while_its_lock_is_removed(monkeypatch: pytest.Monk
     server.join(60)
     assert storages and in_use(folder, name) and locked(folder) == [name]
     assert store(storages[0], 1) and clear(folder).removed == [] and stored(storages[0], 1)
+
+
+def test_a_server_that_starts_before_its_pages_are_removed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """`clear` has found unused pages. A server begins to use them before the name is locked."""
+    page = put(folder, f"{key(1)}_{name_of('m')}.bin", 0)
+    storages, held_alone = list[FileStorage](), locks.held_alone
+
+    def late(path: Path, name: str) -> Any:
+        if not storages:  # the storage locks its name itself, and that calls this function again
+            storages.append(open_storage(folder))
+        return held_alone(path, name)
+
+    monkeypatch.setattr(locks, "held_alone", late)
+    done = clear(folder, [name_of("m")])
+    assert [file.path for file in done.kept] == [page] and done.removed == [] and page.exists()
+    assert locked(folder) == [name_of("m")] and storages[0].available()
 
 
 def test_a_lock_that_is_removed_between_its_open_and_its_lock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -412,6 +430,34 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pyte
         for path in list(folder.glob("*.bin"))[:2]:
             path.unlink()
         assert store(storage, 1000) and stored(storage, 1000)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), OSError(errno.EIO, "broken")])
+def test_pages_that_could_not_be_written_take_no_space(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, error: OSError
+) -> None:
+    """The limit of four pages counts the pages in the folder only."""
+    storage = open_storage(folder, max_size=4 * PAGE, eviction_ratio=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_module, "write_file", Mock(side_effect=error))
+        patch.setattr(storage_module, "PAUSE_SECONDS", 0.0)
+        for at in range(9):
+            with suppress(storage_module.StorageFull):
+                assert not store(storage, at)
+    for at in range(4):
+        assert store(storage, at)
+    assert all(stored(storage, at) for at in range(4))
+
+
+def test_the_folder_is_scanned_now_and_then(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A storage scans its folder each time that it has written a part of the limit, not with every page."""
+    pages = 8 * storage_module.LOOKS
+    storage = open_storage(folder, max_size=pages * PAGE, eviction_ratio=1)
+    scans = Mock(wraps=storage_module.stored_files)
+    monkeypatch.setattr(storage_module, "stored_files", scans)
+    for at in range(pages):
+        assert store(storage, at)
+    assert storage_module.LOOKS / 2 <= scans.call_count <= storage_module.LOOKS
 
 
 def test_limits_that_leave_no_space(

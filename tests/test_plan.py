@@ -25,10 +25,10 @@ from dsv4_sglang.cli.plan import holds
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.planner import ask_sglang
 from dsv4_sglang.planner.choice import Choice
-from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS
+from dsv4_sglang.planner.gpus import BEFORE_WEIGHTS, BESIDE_WEIGHTS, GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import attempt, plan
-from dsv4_sglang.planner.recommend import GOALS, neighbours, recommend
+from dsv4_sglang.planner.recommend import GOALS, REQUESTS_OF_A_RANK, neighbours, recommend
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes
 from dsv4_sglang.planner.weights import DraftWeights, count_weights
 from dsv4_sglang.srt.launch.options import Options, from_override_args
@@ -468,9 +468,23 @@ def test_throughput_holds_the_most_tokens() -> None:
 
 
 def test_long_contexts_are_counted_as_whole_requests() -> None:
-    made = recommend(choice(count=8, context_length=1 << 18), "long-context")
+    """On this GPU more ranks hold more tokens, but fewer requests, because a request is on one rank."""
+    h200 = choice(PRO, count=8, context_length=1 << 18)
+    smaller = h200.gpu._replace(memory=h200.gpu.memory - int(1.8 * GIB))
+    made = recommend(replace(h200, gpu=smaller), "long-context")
     assert made.choice.request == 1 << 18 and made.at_once == made.requests > 0
     assert made.choice.served_context == 1 << 18
+    other = plan(replace(made.choice, dp=8, running=8 * REQUESTS_OF_A_RANK, mem_fraction=0.9))
+    assert made.choice.dp == 2 and other.at_once < made.at_once and other.total_tokens > made.total_tokens
+
+
+def test_weights_that_fill_nearly_all_memory() -> None:
+    """Above 0.9 no memory fraction leaves room for activations, so the error names more GPUs instead."""
+    weights = sum(plan(choice()).weights.values())
+    for part, hint in ((0.87, "Raise --mem-fraction-static above 0.8"), (0.95, "What fits: --count 4")):
+        memory = int((weights + BESIDE_WEIGHTS) / part) + BEFORE_WEIGHTS
+        with pytest.raises(ValueError, match=hint):
+            plan(replace(choice(), gpu=choice().gpu._replace(memory=memory)))
 
 
 def test_a_recommendation_that_needs_another_share_of_the_memory() -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, client
-from dsv4_sglang.cli.top import Page
+from dsv4_sglang.cli.top import Page, bar, duration, frame, scaled
+from dsv4_sglang.srt.prefix_cache.metrics import HOST_METRICS, METRICS, PREFIX
 
+# /metrics of a server with a tiny model, a host cache and SGLang 0.5.23, without SGLang's other metrics.
+RECORDED = (Path(__file__).parent / "data" / "metrics.txt").read_text()
 SGLANG_ALONE = '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{engine_type="unified"} 1.0\n'
 
 
@@ -57,11 +64,119 @@ def page_at(seconds: float, hits: float, before: Page | None = None) -> Page:
 
 def test_changes_and_rates_are_those_since_the_last_frame() -> None:
     first = page_at(10.0, 5.0)
-    assert (first.change("hits", "0"), first.rate("hits", "0")) == (6.0, None)
+    assert (first.change("hits"), first.rate("hits")) == (None, None)
     second = page_at(14.0, 13.0, first)
-    assert (second.get("hits", "0"), second.get("hits", "0", ""), second.get("hits", "1")) == (14.0, 13.0, 7.0)
-    assert (second.change("hits", "0"), second.rate("hits", "0")) == (8.0, 2.0)
-    assert second.get("misses", "0") is None and second.change("misses", "0") == 0.0
+    assert (second.get("hits", rank="0"), second.get("hits", ""), second.get("hits")) == (14.0, 20.0, 21.0)
+    assert (second.change("hits", "0"), second.change("hits", "1"), second.rate("hits")) == (8.0, 0.0, 2.0)
+    assert second.get("misses") == 0.0 and second.has("hits") and not second.has("misses")
+
+
+@pytest.mark.parametrize(
+    ("amount", "unit", "text"),
+    [
+        (0, "", "0"),
+        (9_999, "", "9,999"),
+        (10_000, "", "10.0 k"),
+        (999_999, "", "1.00 M"),
+        (21_641_856, "", "21.6 M"),
+        (999, "B", "999 B"),
+        (1_234, "B", "1.23 kB"),
+        (5.24e9, "B", "5.24 GB"),
+        (348e9, "B", "348 GB"),
+    ],
+)
+def test_amounts_have_three_digits(amount: float, unit: str, text: str) -> None:
+    assert scaled(amount, unit) == text
+
+
+def test_durations_have_the_unit_that_fits() -> None:
+    assert [duration(seconds) for seconds in (0.00035, 0.0294, 1.63)] == ["0.35 ms", "29.4 ms", "1.6 s"]
+
+
+def test_a_bar_shows_its_parts_without_colours() -> None:
+    assert bar((1, "cyan"), (2, "green"), whole=4, width=8).plain == "██▓▓▓▓░░"
+    assert bar((5, "cyan"), whole=4, width=4).plain == "████"
+    assert bar((0, "cyan"), whole=0, width=4).plain == "░░░░"
+
+
+def recorded(text: str = RECORDED, before: Page | None = None) -> Page:
+    """Return the recorded page, read over HTTP."""
+    with answering(200, text) as url:
+        return Page.read(client.Server.at(url), before)
+
+
+def drawn(page: Page, **terminal: Any) -> list[str]:
+    """Return the lines of a frame in a terminal of 80 columns."""
+    console = Console(width=80, height=20, **terminal)
+    with console.capture() as capture:
+        console.print(frame(page, "http://127.0.0.1:30000"))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def of_ranks(text: str, ranks: int) -> str:
+    """Return a page in which every rank of DP attention has the samples of the recorded one."""
+    lines = []
+    for line in text.splitlines():
+        label = 'dp_rank="{}"' if "dp_rank=" in line else 'dp_rank="{}",'
+        plain = re.sub(r'dp_rank="0"', label, line) if "dp_rank=" in line else line.replace("{", "{" + label, 1)
+        lines += [line] if line.startswith("#") else [plain.replace("{}", str(rank)) for rank in range(ranks)]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_recorded_page_has_every_metric() -> None:
+    names = {name for name, _, _ in recorded().values}
+    for metric in (*METRICS, *HOST_METRICS):
+        assert {metric.exposed, f"{metric.exposed}_sum"} & names, (
+            f"{metric.exposed}: record tests/data/metrics.txt again"
+        )
+
+
+def test_a_frame_shows_the_recorded_values() -> None:
+    first, *lines = drawn(recorded())
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  dsv4-sglang 0\.2\.0  http://127\.0\.0\.1:30000", first)
+    assert dict(re.split("  +", line, maxsplit=1) for line in lines) == {
+        "requests": "0 running, 0 waiting",
+        "tokens": "▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓░░░░░  0 live, 1,536 cached, 512 free",
+        "snapshots": "█████████████░░░░░░░  4 of 6",
+        "evicted": "0 for slots, 2 for blocks, 0 for sleep",
+        "hit rate": "█████░░░░░░░░░░░░░░░  23.2 % since start, - now",
+        "tokens hit": "768 device, 0 host, 0 storage, 0 lost",
+        "first token": "18.8 s hit, 77.7 s miss",
+        "returned": "████████████████████  2 in time, 0 too late",
+        "host tokens": "███████████████░░░░░  2,304 of 3,072",
+        "host snapshots": "█████████████░░░░░░░  6 of 9",
+        "host loads": "0, mean -, 0 B, - now, 0 failed",
+        "host saves": "6, mean 545.4 ms, 6.35 MB, - now, 0 skipped",
+        "host evicted": "0 for slots, 0 for blocks",
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_frame_fits_into_80_columns_and_20_lines(ranks: int) -> None:
+    """Times are as recorded. All other values are those of a large server."""
+    first = recorded(of_ranks(RECORDED, ranks))
+    large = {key: value if "seconds" in key[0] else 54_321 * (value + 1) for key, value in first.values.items()}
+    lines = drawn(Page(first.at + 2.0, large, first))
+    assert len(lines) == 14 + (1 + (ranks + 1) // 2 if ranks > 1 else 0) <= 20
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    assert re.findall(r"rank (\d)  ", "".join(lines)) == [str(rank) for rank in range(ranks) if ranks > 1]
+
+
+def test_sums_over_ranks() -> None:
+    one, three = recorded(), recorded(of_ranks(RECORDED, 3))
+    for name in (f"{PREFIX}snapshots", f"{PREFIX}prompt_tokens_total", "sglang:kv_evictable_tokens"):
+        assert three.get(name) == 3 * one.get(name) > 0
+
+
+def test_colours_are_only_in_a_terminal() -> None:
+    page = recorded()
+    page.values[f"{PREFIX}host_saves_skipped_total", "0", ""] = 3.0
+    page.values["sglang:kv_used_tokens", "0", ""] = 512.0
+    plain, coloured = drawn(page), drawn(page, force_terminal=True, color_system="standard")
+    assert "\x1b" not in "".join(plain)
+    assert "\x1b[33m3 skipped" in "".join(coloured), "faults are yellow"
+    assert "\x1b[36m█" in "".join(coloured) and "\x1b[32m▓" in "".join(coloured), "live is cyan, cached is green"
+    assert [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in coloured] == plain
 
 
 @pytest.mark.parametrize("command", [("top", "--once"), ("check",)], ids=" ".join)

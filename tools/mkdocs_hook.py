@@ -1,8 +1,8 @@
 """Hook of mkdocs, which reads Markdown in another way than GitHub does.
 
 - A list or table after a paragraph needs an empty line before it, a nested list an indentation of 4.
-- The site contains docs/ only. Links to other files of the repository become their text; tests/test_docs.py checks
-  that these files exist.
+- The site contains docs/ only. Links to other files lead to the repository at `repo_url`, and become their text if that
+  is not set. tests/test_docs.py checks that these files exist.
 """
 
 import os
@@ -14,14 +14,16 @@ NESTED = re.compile(r"^ {2,3}(?=[-*] )", re.MULTILINE)
 ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     folder = os.path.dirname(page.file.src_uri)
 
-    def text_only(link: re.Match[str]) -> str:
-        outside = os.path.normpath(os.path.join(folder, link[2])).startswith("..")
-        return link[1] if outside else link[0]
+    def in_repository(link: re.Match[str]) -> str:
+        path = os.path.normpath(os.path.join("docs", folder, link[2]))
+        if path.startswith("docs/"):
+            return link[0]
+        return f"[{link[1]}]({config.repo_url}/blob/HEAD/{path})" if config.repo_url else link[1]
 
-    return LINK.sub(text_only, NESTED.sub("    ", with_empty_lines(markdown)))
+    return LINK.sub(in_repository, NESTED.sub("    ", with_empty_lines(markdown)))
 
 
 def with_empty_lines(markdown: str) -> str:

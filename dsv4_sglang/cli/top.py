@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4_sglang.cli.client import SGLANG_PREFIX, Server, errors_in_one_line, samples
-from dsv4_sglang.srt.prefix_cache.metrics import EVICTED, HIT, MISS, PREFIX, RANK_LABEL, REASONS, SOURCES
+from dsv4_sglang.srt.prefix_cache.metrics import BLOCKS, EVICTED, HIT, MISS, PREFIX, RANK_LABEL, REASONS, SLOTS, SOURCES
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.text import Text
 
 # Timeout of a request for /metrics, in seconds. After it the server counts as not running.
 SECONDS = 10.0
 NONE = "-"
 BUILD_INFO = f"{PREFIX}build_info"
+HITS, PROMPTS = f"{PREFIX}hit_tokens_total", f"{PREFIX}prompt_tokens_total"
 
 
 @dataclass(frozen=True)
@@ -64,123 +66,166 @@ class Page:
     def version(self) -> str:
         return next(value for name, _, value in self.values if name == BUILD_INFO)
 
-    def get(self, name: str, rank: str, value: str | None = None) -> float | None:
-        """Return the value of a metric on one rank; None if the server does not have it.
+    def has(self, name: str) -> bool:
+        return any(of == name for of, _, _ in self.values)
+
+    def get(self, name: str, value: str | None = None, rank: str | None = None) -> float:
+        """Return the value of a metric; 0 if the server does not have it.
 
         Args:
             name: Full name of the metric.
-            rank: DP attention rank.
             value: Value of the label; None: sum over all values.
+            rank: DP attention rank; None: sum over all ranks.
         """
-        found = [
+        return sum(
             amount
             for (of, at, label), amount in self.values.items()
-            if of == name and at == rank and value in (None, label)
-        ]
-        return sum(found) if found else None
+            if of == name and rank in (None, at) and value in (None, label)
+        )
 
-    def change(self, name: str, rank: str, value: str | None = None) -> float:
-        """Return the growth of a counter since the previous sample, or since the server's start if there is none."""
-        now = self.get(name, rank, value) or 0.0
-        return now if self.before is None else now - (self.before.get(name, rank, value) or 0.0)
+    def change(self, name: str, rank: str | None = None) -> float | None:
+        """Return the growth of a counter since the previous sample; None for the first sample."""
+        return None if self.before is None else self.get(name, rank=rank) - self.before.get(name, rank=rank)
 
-    def rate(self, name: str, rank: str) -> float | None:
+    def rate(self, name: str) -> float | None:
         """Return the growth of a counter per second; None for the first sample."""
-        return None if self.before is None else self.change(name, rank) / (self.at - self.before.at)
+        change = self.change(name)
+        return None if change is None or self.before is None else change / (self.at - self.before.at)
 
 
-# Label of a row, and a function that returns the text for a rank.
-Row = tuple[str, Callable[[str], str]]
+def scaled(value: float, unit: str = "") -> str:
+    """Format an amount with a decimal prefix and three digits: 1,234, 21.6 M, 5.24 GB."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor and (unit or value >= 1e4):  # 999,999 is 1.00 M
+            amount = value / factor
+            return f"{amount:.{max(0, 3 - len(f'{amount:.0f}'))}f} {prefix}{unit}"
+    return f"{value:,.0f} {unit}".rstrip()
 
 
-def _number(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.0f}"
+def duration(seconds: float) -> str:
+    """Format a time: 0.35 ms, 29.4 ms, 1.6 s."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.{1 if seconds >= 1e-3 else 2}f} ms"
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else NONE
+def share(part: float | None, whole: float | None) -> str:
+    return f"{100 * part / whole:.1f} %" if part is not None and whole else NONE
 
 
-def _mean(page: Page, name: str, value: str | None = None) -> Callable[[str], str]:
-    """Return a function that formats the mean of a histogram of seconds on a rank."""
+def bar(*parts: tuple[float, str], whole: float, width: int = 20) -> Text:
+    """Draw parts of a whole as a bar. Each part has its own character too, for terminals without colours.
 
-    def text(rank: str) -> str:
-        count, total = (page.get(f"{PREFIX}{name}_{part}", rank, value) or 0.0 for part in ("count", "sum"))
-        return f"{1e3 * total / count:,.1f} ms" if count else NONE
+    Args:
+        parts: Amount and style of each part, at most two.
+        whole: Amount of the full bar; 0: an empty bar.
+        width: Characters.
+    """
+    from rich.text import Text
 
-    return text
-
-
-def _rate(page: Page, name: str) -> Callable[[str], str]:
-    return lambda rank: _number(page.rate(name, rank))
-
-
-def _of(page: Page, used: str, capacity: str) -> Callable[[str], str]:
-    return lambda rank: f"{_number(page.get(PREFIX + used, rank))} of {_number(page.get(PREFIX + capacity, rank))}"
-
-
-def _plain(page: Page, name: str, value: str | None = None) -> Callable[[str], str]:
-    return lambda rank: _number(page.get(name, rank, value))
+    text, total = Text(), 0.0
+    for (amount, style), character in zip(parts, "█▓"):
+        total += amount
+        text.append(character * (round(width * min(total / whole, 1)) - len(text) if whole else 0), style)
+    return text.append("░" * (width - len(text)), "bright_black")
 
 
-def _sections(page: Page) -> Iterator[list[Row]]:
-    """Yield the rows of a frame, group by group."""
-    hits, prompts = f"{PREFIX}hit_tokens_total", f"{PREFIX}prompt_tokens_total"
-    reuses = f"{PREFIX}reuse_interval_requests_count"
-    tokens = {"live": "used", "kept for reuse": "evictable", "free": "available"}
-    yield [
-        ("requests running", _plain(page, f"{SGLANG_PREFIX}num_running_reqs")),
-        ("requests waiting", _plain(page, f"{SGLANG_PREFIX}num_queue_reqs")),
-        *((f"tokens {ours}", _plain(page, f"{SGLANG_PREFIX}kv_{name}_tokens")) for ours, name in tokens.items()),
-        ("snapshots", _of(page, "snapshots", "snapshot_capacity")),
-    ]
-    yield [
-        ("hit rate now", lambda rank: _hits_now(page, hits, prompts, rank)),
-        ("hit rate since start", lambda rank: _share(page.get(hits, rank) or 0, page.get(prompts, rank) or 0)),
-        *((f"tokens hit, {source}", _plain(page, hits, source)) for source in SOURCES),
-        ("tokens lost", _plain(page, f"{PREFIX}lost_tokens_total")),
-        *((f"first token, {kind}", _mean(page, "first_token_seconds", kind)) for kind in (HIT, MISS)),
-        ("returned in time", _plain(page, reuses, HIT)),
-        ("returned too late", _plain(page, reuses, EVICTED)),
-    ]
-    yield [*((f"evicted for {reason}", _plain(page, f"{PREFIX}snapshots_evicted_total", reason)) for reason in REASONS)]
-    if any(page.get(f"{PREFIX}host_tokens", rank) is not None for rank in page.ranks):
-        yield list(_host_rows(page))
+def _line(*parts: Text | str) -> Text:
+    """Join bars and texts with markup."""
+    from rich.text import Text
+
+    return Text("  ").join(part if isinstance(part, Text) else Text.from_markup(part) for part in parts)
 
 
-def _hits_now(page: Page, hits: str, prompts: str, rank: str) -> str:
-    return NONE if page.before is None else _share(page.change(hits, rank), page.change(prompts, rank))
+def _counted(amount: float, words: str) -> str:
+    """Return a number of faults, coloured if there are any."""
+    text = f"{scaled(amount)} {words}"
+    return f"[yellow]{text}[/]" if amount else text
 
 
-def _host_rows(page: Page) -> Iterator[Row]:
-    yield "host tokens", _of(page, "host_tokens", "host_capacity_tokens")
-    yield "host snapshots", _of(page, "host_snapshots", "host_snapshot_capacity")
-    for one, done in (("load", "loaded"), ("save", "saved")):
-        yield f"host {one}s", _plain(page, f"{PREFIX}host_{one}_seconds_count")
-        yield f"host {one}s, mean", _mean(page, f"host_{one}_seconds")
-        yield f"host {one}s, bytes", _plain(page, f"{PREFIX}host_{done}_bytes_total")
-        yield f"host {one}s, bytes/s now", _rate(page, f"{PREFIX}host_{done}_bytes_total")
-    yield "host saves skipped", _plain(page, f"{PREFIX}host_saves_skipped_total")
-    for reason in REASONS[:2]:
-        yield f"evicted on host for {reason}", _plain(page, f"{PREFIX}host_snapshots_evicted_total", reason)
+def _by(page: Page, name: str, values: Iterable[str], word: str = "") -> str:
+    return ", ".join(f"{scaled(page.get(PREFIX + name, value))} {word}{value}" for value in values)
+
+
+def _mean(page: Page, name: str, value: str | None = None) -> str:
+    """Return the mean of a histogram of seconds."""
+    count, total = (page.get(f"{PREFIX}{name}_{part}", value) for part in ("count", "sum"))
+    return duration(total / count) if count else NONE
+
+
+def _used(page: Page, used: str, capacity: str) -> Text:
+    amount, whole = page.get(PREFIX + used), page.get(PREFIX + capacity)
+    return _line(bar((amount, "magenta"), whole=whole), f"{scaled(amount)} of {scaled(whole)}")
+
+
+def _tokens(page: Page) -> Text:
+    live, cached, free = (page.get(f"{SGLANG_PREFIX}kv_{name}_tokens") for name in ("used", "evictable", "available"))
+    drawn = bar((live, "cyan"), (cached, "green"), whole=live + cached + free)
+    return _line(drawn, f"[cyan]{scaled(live)} live[/], [green]{scaled(cached)} cached[/], {scaled(free)} free")
+
+
+def _gpu(page: Page) -> Iterator[tuple[str, Text]]:
+    """Yield label and text of the lines of every server."""
+    running, waiting = (page.get(f"{SGLANG_PREFIX}num_{name}_reqs") for name in ("running", "queue"))
+    yield "requests", _line(f"{scaled(running)} running, {_counted(waiting, 'waiting')}")
+    yield "tokens", _tokens(page) if page.has(f"{SGLANG_PREFIX}kv_available_tokens") else _line(NONE)
+    yield "snapshots", _used(page, "snapshots", "snapshot_capacity")
+    yield "evicted", _line(_by(page, "snapshots_evicted_total", REASONS, "for "))
+    hit, prompts = page.get(HITS), page.get(PROMPTS)
+    now = share(page.change(HITS), page.change(PROMPTS))
+    yield "hit rate", _line(bar((hit, "green"), whole=prompts), f"{share(hit, prompts)} since start, {now} now")
+    lost = _counted(page.get(f"{PREFIX}lost_tokens_total"), "lost")
+    yield "tokens hit", _line(f"{_by(page, 'hit_tokens_total', SOURCES)}, {lost}")
+    times = (f"{_mean(page, 'first_token_seconds', kind)} {kind}" for kind in (HIT, MISS))
+    yield "first token", _line(", ".join(times))
+    early, late = (page.get(f"{PREFIX}reuse_interval_requests_count", outcome) for outcome in (HIT, EVICTED))
+    drawn = bar((early, "green"), (late, "yellow"), whole=early + late)
+    yield "returned", _line(drawn, f"{scaled(early)} in time, {_counted(late, 'too late')}")
+
+
+def _host(page: Page) -> Iterator[tuple[str, Text]]:
+    """Yield label and text of the lines of a server with a host cache."""
+    yield "host tokens", _used(page, "host_tokens", "host_capacity_tokens")
+    yield "host snapshots", _used(page, "host_snapshots", "host_snapshot_capacity")
+    for one, done, fault in (("load", "loaded", "loads_failed"), ("save", "saved", "saves_skipped")):
+        name = f"{PREFIX}host_{done}_bytes_total"
+        rate, faults = page.rate(name), page.get(f"{PREFIX}host_{fault}_total")
+        count = f"{scaled(page.get(f'{PREFIX}host_{one}_seconds_count'))}, mean {_mean(page, f'host_{one}_seconds')}"
+        now = NONE if rate is None else f"{scaled(rate, 'B')}/s"
+        failed = _counted(faults, fault.rpartition("_")[2])
+        yield f"host {one}s", _line(f"{count}, {scaled(page.get(name), 'B')}, {now} now, {failed}")
+    yield "host evicted", _line(_by(page, "host_snapshots_evicted_total", (SLOTS, BLOCKS), "for "))
+
+
+def _ranks(page: Page) -> Iterator[Text]:
+    """Yield the part of the prompts' tokens that each DP attention rank found, and its running requests."""
+    for rank in page.ranks:
+        hit, prompts = page.get(HITS, rank=rank), page.get(PROMPTS, rank=rank)
+        running = scaled(page.get(f"{SGLANG_PREFIX}num_running_reqs", rank=rank))
+        drawn = bar((hit, "green"), whole=prompts, width=6)
+        yield _line(f"[bold]rank {rank}[/]", drawn, f"{share(hit, prompts)}, {running} running")
 
 
 def frame(page: Page, url: str) -> Group:
-    """Draw one frame, with a column for each rank."""
+    """Draw one frame: sums over all ranks and, if there are several, the hit rate of each, two ranks a line.
+
+    A frame with up to eight ranks fits into 80 columns and 20 lines.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column()
-    for rank in page.ranks:
-        table.add_column(f"rank {rank}", justify="right")
-    for section in _sections(page):
-        for name, text in section:
-            table.add_row(name, *map(text, page.ranks))
-        table.add_row()
-    title = Text(f"{url}  dsv4-sglang {page.version}  {time.strftime('%H:%M:%S')}", style="bold")
-    return Group(title, table)
+    title = Text(f"{time.strftime('%H:%M:%S')}  dsv4-sglang {page.version}  {url}", "bold")
+    title.no_wrap, title.overflow = True, "ellipsis"
+    lines, ranks = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    lines.add_column(style="bold", no_wrap=True)
+    lines.add_column(no_wrap=True)
+    for label, text in (*_gpu(page), *(_host(page) if page.has(f"{PREFIX}host_tokens") else ())):
+        lines.add_row(label, text)
+    if len(page.ranks) == 1:
+        return Group(title, lines)
+    found = [*_ranks(page)]
+    for first in range(0, len(found), 2):
+        ranks.add_row(*found[first : first + 2])
+    return Group(title, lines, Text("hit rate since start, by rank", "bold"), ranks)
 
 
 def _frames(server: Server, interval: float) -> Iterator[Any]:
@@ -211,7 +256,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 2.0,
     api_key: Annotated[str | None, typer.Option(help="The server's --api-key.")] = None,
 ) -> None:
-    """Show what the cache of a running server does: tokens, snapshots, hits, evictions, host cache, by rank.
+    """Show what the cache of a running server does: tokens, snapshots, hits, evictions, host cache.
 
     The server needs --enable-metrics. SGLang updates requests and tokens every --decode-log-interval steps, and every
     30 seconds while it is idle.

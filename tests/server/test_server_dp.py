@@ -5,6 +5,8 @@ Every rank has its own requests, blocks, state slots and prefix tree. Experts ar
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from reference.oracle import Oracle
 from server_harness import (
@@ -22,6 +24,7 @@ from server_harness import (
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
+from dsv4_sglang.cli.top import scaled
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
@@ -83,13 +86,15 @@ def test_a_lookup_asks_both_ranks(server: Server) -> None:
         assert found == [(at, *(2 * [256 if at >= rank else 0])) for at in RANKS]
 
 
-def test_top_has_a_column_for_each_rank(server: Server) -> None:
-    shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "120"})
+def test_top_shows_each_rank_and_the_sum(server: Server) -> None:
+    for rank in RANKS:
+        server.generate(prompt(20, seed=8), 1, **on_rank(rank))
+    shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.output
-    columns = {line[:24].strip(): line[24:].split() for line in shown.output.splitlines()}
-    assert "rank 0" in shown.output and "rank 1" in shown.output
-    hits = [f"{server.metrics(rank=rank)['hit_tokens_device']:,.0f}" for rank in RANKS]
-    assert columns["tokens hit, device"] == hits
+    found = [server.metrics(rank=rank) for rank in RANKS]
+    shares = [f"{100 * of['hit_tokens'] / of['prompt_tokens']:.1f} %" for of in found]
+    assert re.findall(r"rank \d  \S+  ([\d.]+ %), ", shown.output) == shares
+    assert f"{scaled(sum(of['hit_tokens_device'] for of in found))} device," in shown.output
 
 
 def test_retraction_on_one_rank(server: Server, oracle: Oracle) -> None:

@@ -89,8 +89,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "received_time": (*OF_ANY_NUMBER, "1.5", str(1 << 70), str(-(1 << 70)), "1e+300"),
     "need_wait_for_mm_inputs": ("None", *OF_FLAG),
 }
-# Accepted values that SGLang answers with an error if `n` is above 1.
-NOT_WITH_N = {("return_sampling_mask", "True"), ("lora_path", "''"), ("kv_hints", "{}")}
 # For each sampling parameter: values that must be answered.
 GOOD: dict[str, tuple[Any, ...]] = {
     "max_new_tokens": (1, 384),
@@ -130,7 +128,9 @@ def usual(**fields: Any) -> dict[str, Any]:
 
 
 def with_parameter(name: str, value: Any) -> dict[str, Any]:
-    return usual(sampling_params={**GREEDY, name: value})
+    """Return a request with a sampling parameter. Near the end of the context, no request takes long."""
+    prompt = [5] * (CONTEXT - 20) if name == "max_new_tokens" else PROMPT
+    return usual(input_ids=prompt, sampling_params={**GREEDY, name: value})
 
 
 def ask(server: Server, body: Any, path: str = "/generate") -> tuple[int, str]:
@@ -166,7 +166,8 @@ def right(server: Server) -> list[int]:
 
 def batch_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the same request for two prompts, sampled and with log probabilities."""
-    body = {"return_logprob": True, "top_logprobs_num": 2, **body, "input_ids": [PROMPT, [8, 9]]}
+    ids = body["input_ids"]
+    body = {"return_logprob": True, "top_logprobs_num": 2, **body, "input_ids": [ids, ids[1:]]}
     return {**body, "sampling_params": {**body["sampling_params"], "temperature": 1}}
 
 
@@ -227,8 +228,6 @@ def test_prompts_of_two_chunks(server: Server, n: int) -> None:
     for name in FIELDS:
         # A list has an item of each prompt, and the tests above have the fields that choose the answer.
         for value in VALUES if name not in ("text", "input_ids", "sampling_params", "stream") else ():
-            if n > 1 and (name, repr(value)) in NOT_WITH_N:
-                continue
             if repr(value) in ACCEPTED[name] and not isinstance(value, list):
                 shown = f"{name} = {value!r}"
                 bodies[shown] = {"input_ids": LONG, "sampling_params": usual_params, name: value}
@@ -242,6 +241,23 @@ def test_prompts_of_two_chunks(server: Server, n: int) -> None:
             elif name not in OTHER_ANSWER:
                 right[shown] = answers
     assert_all_answered(server, bodies, right)
+
+
+def masks_of(text: str) -> list[list[Any]]:
+    """Return the sampling masks and log probabilities of each answer."""
+    answers = json.loads(text)
+    metas = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
+    return [[meta.get(f"output_token_sampling_{name}") for name in ("mask", "logprobs")] for meta in metas]
+
+
+def test_sampling_masks(server: Server) -> None:
+    """Each choice has the masks of a single answer. An answer without tokens has none."""
+    params = ({}, {"n": 2}, {"max_new_tokens": 0})
+    body = usual(return_sampling_mask=True, sampling_logprobs_mode="support")
+    asked = ask_all(server, [{**body, "sampling_params": {**GREEDY, **more}} for more in params])
+    assert [status for status, _ in asked] == [200, 200, 200], asked
+    single, two, none = (masks_of(text) for _, text in asked)
+    assert [len(row) for row in single[0]] == [2, 2] and two == single * 2 and none == [[None, None]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

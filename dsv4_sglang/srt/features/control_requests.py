@@ -1,11 +1,13 @@
 """Control requests, such as weight updates and aborts: an exception becomes the answer, and the server goes on.
 
 SGLang's scheduler ends the server if a control request raises an exception. Here the scheduler answers with
-`RpcReqOutput`, and the HTTP process raises `ControlRequestError`, which SGLang returns with status 400.
+`RpcReqOutput`, and the HTTP process raises `ControlRequestError`, which SGLang returns with status 400. A request that
+waits for other processes (features/weight_groups.py) is sent again until they have joined.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from fastapi import HTTPException  # noqa: TID251  an exception class; nothing l
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.communicator import FanOutCommunicator
 
+from dsv4_sglang.srt.features import weight_groups
 from dsv4_sglang.srt.features.integrity import requests_of
 from dsv4_sglang.srt.sglang.scheduler import add_result_handler, wrap_dispatcher
 
@@ -30,6 +33,8 @@ SCHEDULED = (
     io_struct.BatchTokenizedGenerateReqInput,
     io_struct.BatchTokenizedEmbeddingReqInput,
 )
+# Seconds until a request that waits for other processes is sent again.
+POLL_SECONDS = 0.2
 
 
 class Receiver(Protocol):
@@ -74,15 +79,20 @@ def _answer(scheduler: Any, dispatch: Callable[..., Any], request: Any) -> Any:
         return dispatch(request)
     output, error = None, ""
     try:
-        output = dispatch(request)
+        if isinstance(request, weight_groups.JOINS):
+            output = weight_groups.join(dispatch, request, lambda state: _of_group(scheduler, state))
+        else:
+            output = dispatch(request)
     except FatalError:
         raise
+    except weight_groups.StillWaiting:
+        error = weight_groups.WAITING
     except Exception as caught:
-        error = " ".join(str(caught).split()) or repr(caught)
+        error, described = " ".join(str(caught).split()), isinstance(caught, ValueError)
         # A ValueError describes a wrong request. The place of another exception is worth a traceback.
-        log.error(
-            "dsv4_sglang: %s failed: %s", type(request).__name__, error, exc_info=not isinstance(caught, ValueError)
-        )
+        if not described:
+            error = f"{type(caught).__name__}: {error}"
+        log.error("dsv4_sglang: %s failed: %s", type(request).__name__, error, exc_info=not described)
     if not _is_awaited(request):
         return output
     if not (errors := _of_group(scheduler, error)):
@@ -162,8 +172,13 @@ async def raise_errors(original: Callable[..., Any], communicator: FanOutCommuni
     """AROUND `FanOutCommunicator.__call__`: raise ControlRequestError if a scheduler answers with an error."""
     obj.rid = uuid.uuid4().hex
     with receiving(obj.rid, communicator):
-        answers = await original(communicator, obj)
-    errors = [answer.message for answer in answers if isinstance(answer, io_struct.RpcReqOutput)]
-    if errors:
-        raise ControlRequestError("; ".join(dict.fromkeys(errors)))
+        while errors := _errors(answers := await original(communicator, obj)):
+            if errors != [weight_groups.WAITING]:
+                raise ControlRequestError("; ".join(errors))
+            await asyncio.sleep(POLL_SECONDS)
     return answers
+
+
+def _errors(answers: list[Any]) -> list[str]:
+    """Return the different errors of schedulers."""
+    return [*dict.fromkeys(answer.message for answer in answers if isinstance(answer, io_struct.RpcReqOutput))]

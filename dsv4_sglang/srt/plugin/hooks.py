@@ -12,7 +12,7 @@ from typing import Any
 from dsv4_sglang.srt.attention import collectives, prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
-from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, lookup, sleep
+from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, lookup, sleep, weight_groups
 from dsv4_sglang.srt.plugin import request_validation, start_progress, tokenizer_workers
 from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.plugin.sglang_contract import Hook
@@ -120,6 +120,9 @@ ALWAYS: Table = {
     },
     "a router asks which tokens of a prompt are cached; this call is the first one that has the tokenizer manager": {
         SRT + "parser.template_manager.TemplateManager.initialize_templates": lookup.add_endpoint
+    },
+    "a group whose processes do not join would occupy the scheduler for up to 30 minutes": {
+        SRT + "utils.common.init_custom_process_group": weight_groups.bound_group
     },
     "SGLang aborts all requests whose ids begin with the given id, such as job-10 with job-1": {
         SRT + "managers.scheduler.Scheduler.abort_request": control_requests.abort_one

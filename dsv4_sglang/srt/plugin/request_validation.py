@@ -47,6 +47,9 @@ NOT_SERVED = {
     "http_worker_ipc": "SGLang sets it to where an answer goes; leave it out",
 }
 
+# Values that mean the same as none. With several prompts or answers SGLang would repeat them and reject the request.
+EMPTY: dict[str, Any] = {"lora_path": "", "kv_hints": {}}
+
 # Fields that a router sets for a pair of prefill and decode servers. On another server a request with `bootstrap_host`
 # would never end: SGLang does not cache what it has computed, and computes its first chunk again and again.
 OF_DISAGGREGATION = (
@@ -98,6 +101,9 @@ def _check_given(request: Any) -> None:
             setattr(request, name, None)
         elif value is not None:
             raise ValueError(f"{name} is {reprlib.repr(value)}, which is not supported: {reason}")
+    for name, empty in EMPTY.items():
+        if getattr(request, name) == empty:
+            setattr(request, name, None)
     if request.text is not None and request.input_ids is not None:
         raise ValueError("text and input_ids are both given; expected one of them")
     params = request.sampling_params
@@ -180,7 +186,17 @@ def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None
             _check_labels(manager, request.rid)
         for name, value, expected in _invalid_values(request, manager.model_config.vocab_size):
             raise _invalid(name, value, expected)
+        _ask_for_no_mask(manager, request)
     original(manager, obj)
+
+
+def _ask_for_no_mask(manager: Any, request: Any) -> None:
+    """Drop `return_sampling_mask` of a request that samples nothing, because SGLang would fail without a mask.
+
+    With `n` above 1 SGLang sends such a request first, so that the answers share the prompt.
+    """
+    if request.return_sampling_mask and request.sampling_params.max_new_tokens == 0:
+        request.return_sampling_mask = manager.rid_to_state[request.rid].obj.return_sampling_mask = False
 
 
 def _check_labels(manager: Any, rid: str) -> None:
