@@ -1,4 +1,4 @@
-"""`prefix_cache.lookup.find` returns what a request then hits, and changes nothing in the tree."""
+"""`cached_places.find` returns what a request then hits, and changes nothing in the tree."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from host_cache_harness import HostCacheServer
 from prefix_tree_server import BLOCK, Request, without_a_server
 from sglang.srt.managers.io_struct import RpcReqInput
 
-from dsv4_sglang.srt.features import lookup as endpoint
-from dsv4_sglang.srt.prefix_cache import lookup
-from dsv4_sglang.srt.prefix_cache.lookup import Places, find
+from dsv4_sglang.srt.features import cached_places, lookup
+from dsv4_sglang.srt.features.cached_places import Places, find
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
@@ -101,7 +100,7 @@ def test_files_are_found_as_a_fetch_finds_them(folder: Path, monkeypatch: pytest
 
 def test_the_search_for_files_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HostCacheServer(monkeypatch, seed=0, storage="file").serve(PROMPT)
-    monkeypatch.setattr(lookup, "STORED_BLOCKS", 4)
+    monkeypatch.setattr(cached_places, "STORED_BLOCKS", 4)
     with pytest.MonkeyPatch.context() as patch:
         server = HostCacheServer(patch, seed=0, storage="file")
         asked: list[int] = []
@@ -118,10 +117,10 @@ def test_an_error_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = SimpleNamespace(
         tree_cache=object(), _request_dispatcher=str, send_control_output=lambda output, request: sent.append(output)
     )
-    monkeypatch.setattr(endpoint, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0))
-    endpoint.answer_lookups(scheduler)
+    monkeypatch.setattr(lookup, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0))
+    lookup.answer_lookups(scheduler)
     parameters = {"ids": "AQAAAA==", "extra_key": None, "cache_salt": None, "files": False}
-    request = RpcReqInput(rid="r", method=endpoint.METHOD, parameters=parameters)
+    request = RpcReqInput(rid="r", method=lookup.METHOD, parameters=parameters)
     assert scheduler._request_dispatcher(request) is None
     scheduler.tree_cache = SimpleNamespace(tree_core=None)
     assert scheduler._request_dispatcher(request) is None

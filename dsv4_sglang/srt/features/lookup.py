@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import RpcReqInput, RpcReqOutput
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.srt.features.control_requests import ControlRequestError, receiving
-from dsv4_sglang.srt.prefix_cache.lookup import find
+from dsv4_sglang.srt.features.cached_places import find
 from dsv4_sglang.srt.sglang.scheduler import send_to_schedulers, tokenize, wrap_dispatcher
 
 log = logging.getLogger(__name__)
@@ -163,5 +163,7 @@ def _find(cache: Any, ids: str, extra_key: str | None, cache_salt: str | None, f
     return {
         "dp_rank": get_parallel().attn_dp_rank,
         "hit_tokens": sum(found),
-        **{f"{place}_tokens": count for place, count in found._asdict().items()},
+        "device_tokens": found.device,
+        "host_tokens": found.host,
+        "files_tokens": found.files,
     }

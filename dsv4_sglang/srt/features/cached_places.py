@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
 from dsv4_sglang.srt.prefix_cache.events import has_snapshot
 
 # Most blocks that one lookup searches for in a storage. A file storage reads the status of two files for each.
@@ -75,8 +76,6 @@ def _match(core: Any, key: RadixKey) -> tuple[list[Any], int, int]:
 
 def _in_storage(cache: Any, node: Any, rest: RadixKey) -> int:
     """Return the tokens of the rest of a key, after the node, that a request would fetch from the storage."""
-    from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
-
     rest = rest[: STORED_BLOCKS * BLOCK]
     known = node is cache.tree_core.root_node or node.backuped
     if not known or not len(rest) or len(rest) < cache.prefetch_threshold:
