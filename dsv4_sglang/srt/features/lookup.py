@@ -22,8 +22,8 @@ from fastapi import Request  # noqa: TID251  SGLang's server gets the endpoint; 
 from sglang.srt.managers.io_struct import RpcReqInput, RpcReqOutput
 from sglang.srt.runtime_context import get_parallel
 
-from dsv4_sglang.srt.features.control_requests import ControlRequestError, receiving
 from dsv4_sglang.srt.features.cached_places import find
+from dsv4_sglang.srt.features.control_requests import ControlRequestError, receiving
 from dsv4_sglang.srt.sglang.scheduler import send_to_schedulers, tokenize, wrap_dispatcher
 
 log = logging.getLogger(__name__)

@@ -185,19 +185,18 @@ def announced_by_rule(root: Any, dynamo: bool) -> dict[StorageMedium, set[int]]:
     return found
 
 
-def _hashes(node: Any) -> list[int]:
-    """Return the hash of each block of a node, as SGLang's recorder computes it for Dynamo's format. Blocks without a
-    salt have the same hashes in both formats."""
-    if node.key.cache_salt is None:
-        return [hash_str_to_int64(name) for name in node.hash_value]
-    seed = kv_event_namespace_seed(extra_key=None, cache_salt=node.key.cache_salt)
-    names = compute_node_event_hash_values(node, BLOCK)
-    return [namespaced_block_hash(hash_str_to_int64(name), namespace_seed=seed) for name in names]
+def _hashes(node: Any, first: int = 0) -> list[int]:
+    """Return the hash of each block of a node from the block `first`, as SGLang's recorder computes it for Dynamo's
+    format. Blocks without a salt have the same hashes in both formats."""
+    salt = node.key.cache_salt
+    names = node.hash_value if salt is None else compute_node_event_hash_values(node, BLOCK)
+    seed = kv_event_namespace_seed(extra_key=None, cache_salt=salt)
+    return [namespaced_block_hash(hash_str_to_int64(name), namespace_seed=seed) for name in names[first:]]
 
 
 def _last_hash(node: Any) -> int | None:
     """Return the hash of the last block of a node; None for the root."""
-    return _hashes(node)[-1] if node.hash_value else None
+    return _hashes(node, -1)[0] if node.hash_value else None
 
 
 def _stored(node: Any, hashes: list[int], block: int, medium: StorageMedium) -> BlockStored:
