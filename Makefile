@@ -1,7 +1,7 @@
 # make serve    set up, make a tiny model, serve it, print a conversation of two turns with its cache statistics, and
 #               keep serving
 # make demo     the same on a free port, then stop the server
-# make test     set up, format and lint checks, types, the tests that matter most (tests/tiers.py)
+# make test     set up, format and lint checks, types, the tests that matter most (not marked `full`)
 # make test-all make test, then make test-rest
 # make test-rest   the tests that make test leaves out
 # make bench    the benchmarks

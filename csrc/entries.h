@@ -7,7 +7,7 @@
 // Key buffers are [blocks, keys_per_block, width]: a block holds 64 B of e2m1 pairs for each key, then 8 e4m3 scales
 // for each; or 128 floats per key.
 //
-// dsv4_sglang/formats has the same constants; tests/test_numeric.py checks that both are equal.
+// dsv4_sglang/formats has the same constants; tests/formats/test_numeric.py checks that both are equal.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Constants of DeepSeek-V4's cache: ratios, window, block, rows of a compressor state (SPEC 1.1, 3.7, 6.1, 6.2).
-// dsv4_sglang/model/geometry.py has the same; tests/test_numeric.py checks that both are equal.
+// dsv4_sglang/model/geometry.py has the same; tests/formats/test_numeric.py checks that both are equal.
 #pragma once
 
 namespace dsv4 {

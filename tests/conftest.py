@@ -13,10 +13,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
-import isolated
 import pytest
 import torch
-from tiers import FULL
+from support import isolated
 
 from benchmarks import ports
 
@@ -49,16 +48,8 @@ def _is_left_out(item: pytest.Item) -> bool:
     return (server and not gpu) if CUDA else gpu
 
 
-def _is_full(item: pytest.Item) -> bool:
-    file = item.path.relative_to(TESTS).as_posix()
-    return not FULL.isdisjoint((file, f"{file}::{getattr(item, 'originalname', item.name)}"))
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if _is_full(item):
-            item.add_marker("full")
     left_out = [item for item in items if _is_left_out(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -43,7 +43,7 @@ install() {
 try "install" install
 if [ "$failed" = 0 ]; then
   try "hooks, overrides and flags (doctor)" "$venv/bin/dsv4-sglang" doctor
-  try "contracts, flags, sizes" tests tests/test_contracts.py tests/test_flag_validation.py tests/test_sizing_sglang.py
+  try "contracts, flags, sizes" tests tests/plugin/test_contracts.py tests/plugin/test_flag_validation.py tests/memory/test_sizing_sglang.py
   try "answers of the oracle, retraction, fp32" tests tests/server/test_server_exact.py
   try "prefix hits, fp32" tests tests/server/test_server_prefix.py
   try "prefix hits, fp8 rows" tests tests/server/test_server_fp8_prefix.py

@@ -2,7 +2,7 @@
 
 - A list or table after a paragraph needs an empty line before it, a nested list an indentation of 4.
 - The site contains docs/ only. Links to other files lead to the repository at `repo_url`, and become their text if that
-  is not set. tests/test_docs.py checks that these files exist.
+  is not set. tests/repository/test_docs.py checks that these files exist.
 """
 
 import os

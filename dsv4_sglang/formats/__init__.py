@@ -5,7 +5,7 @@
 - `index_keys`: 128-dim keys of the indexer.
 - `v41_entries`: KV entries of DeepSeek-V4.1.
 
-`csrc/entries.h` has the same constants for the device; `tests/test_numeric.py` checks that both are equal.
+`csrc/entries.h` has the same constants for the device; `tests/formats/test_numeric.py` checks that both are equal.
 """
 
 from dsv4_sglang.formats.buffers import KVBuffer, StorageFormat

@@ -1,6 +1,6 @@
 """Constants of DeepSeek-V4's cache: ratios, window, block, rows of a compressor state (SPEC 1.1, 3.7, 6.1, 6.2).
 
-`csrc/geometry.h` has the same for the device; `tests/test_numeric.py` checks that both are equal.
+`csrc/geometry.h` has the same for the device; `tests/formats/test_numeric.py` checks that both are equal.
 """
 
 import math

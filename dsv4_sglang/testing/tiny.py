@@ -44,7 +44,7 @@ DEFAULT_RATIOS = (0, 4, 128, 4, 128, 4)
 
 # RMS of the output of each part. Chosen so that a wrong entry shows in the logits (compressed entries are larger than
 # window entries) while rounding entries to bf16 moves a log-probability by 0.004 on average, which
-# tests/test_make_tiny.py checks.
+# tests/testing/test_make_tiny.py checks.
 ROW_GAIN = 1.2
 ENTRY_GAIN = {4: 1.6, 128: 2.0}
 ATTENTION_GAIN = 1.0

@@ -6,7 +6,7 @@ model's Engram layers, images and DSPARK stages are omitted.
 The cache holds rounded numbers, and a number that is rounded differently changes all later roundings. Therefore a layer
 adds little to its streams, as in a trained model and unlike in `tiny`. A different order of fp32 operations, as in a
 step with other tokens, moves a log-probability by about 1e-5, unless it changes the selection of entries. Eight missing
-entries of one layer move it by 0.01 to 0.1 (tests/test_make_tiny.py).
+entries of one layer move it by 0.01 to 0.1 (tests/testing/test_make_tiny.py).
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, Layer, Step, ops
+from support.kernel_cases import DEVICE, Layer, Step, ops
 from test_append_swa_cuda import Ring, rows
 from test_append_v41_cuda import Case
 
 from dsv4_sglang.ops import cuda_index
 
 sys.path.append(str(Path(__file__).parents[1]))
-from attention_cases import index_case
+from support.attention_cases import index_case
 
 DECODE = [(0, 0, 1), (1, 3, 1)]
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
+from support.kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
 from test_append_swa_cuda import Ring, rows
 from test_append_v41_cuda import Case
 
@@ -13,7 +13,7 @@ from dsv4_sglang.model.geometry import state_rows
 from dsv4_sglang.ops import cuda_index
 
 sys.path.append(str(Path(__file__).parents[1]))
-from attention_cases import index_case
+from support.attention_cases import index_case
 
 DECODE = [(0, 0, 1), (1, 3, 1), (-1, 0, 1), (2, 127, 1), (3, 131, 1)]
 VERIFY = [(slot, length, 4) for slot, length, _ in DECODE]

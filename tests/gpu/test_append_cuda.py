@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import (
+from support.kernel_cases import (
     DEVICE,
     FORMATS,
     KINDS,
@@ -273,7 +273,7 @@ def test_requests_with_different_numbers_of_tokens_are_chunks():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
 @pytest.mark.parametrize("decode", [True, False])
-def test_what_is_not_finite_stays_so(decode, formats, value):
+def test_non_finite_input_reaches_its_entry_only(decode, formats, value):
     """One such number in a token's projection makes its window entry unreadable, and no other."""
     layer, step = layer_and_step("swa", formats, [(1, 131, 1), (2, 3, 1)], decode, track=False)
     step.inputs["kv"][0, 7] = value

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_cases import DEVICE, ops, recorded
+from support.kernel_cases import DEVICE, ops, recorded
 from torch import Tensor
 
 from dsv4_sglang.formats.kv_entries import fp8_views

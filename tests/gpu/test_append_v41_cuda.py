@@ -1,13 +1,13 @@
 """`append_v41` and `append_v41_keys` on CUDA against the reference: every byte, including those that must not change.
 
-tests/test_v41.py compares the reference with DeepSeek's formulas. Tables start as random bytes.
+tests/model/test_v41.py compares the reference with DeepSeek's formulas. Tables start as random bytes.
 """
 
 import itertools
 
 import pytest
 import torch
-from kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, recorded, tokens_of
+from support.kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, recorded, tokens_of
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401
@@ -120,7 +120,7 @@ def compare(got: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("ratio", [0, 1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(ratio, value):
+def test_non_finite_input_reaches_its_entries_only(ratio, value):
     """One such number in a token's projections makes its entries unreadable, and no other."""
     case = Case(ratio, [(1, 131, 1), (2, 3, 1)], decode=True)
     case.read["kv"][0, 7] = value

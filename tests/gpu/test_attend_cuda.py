@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import AttendCase, assert_attends, assert_quantised, attend_case, prefill_case, rope
-from kernel_cases import recorded
+from support.attention_cases import AttendCase, assert_attends, assert_quantised, attend_case, prefill_case, rope
+from support.kernel_cases import recorded
 
 from dsv4_sglang.attention import flashmla, triton_attend, triton_output
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel

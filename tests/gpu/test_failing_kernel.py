@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from liveness import run
+from support.liveness import run
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import IndexCase, assert_selects, index_case
-from kernel_cases import ops, recorded
+from support.attention_cases import IndexCase, assert_selects, index_case
+from support.kernel_cases import ops, recorded
 
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops import cuda_index

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from attention_cases import GARBAGE, attend_case, index_case, prefill_case
-from kernel_cases import DEVICE, FORMATS, Layer, Step, ops
+from support.attention_cases import GARBAGE, attend_case, index_case, prefill_case
+from support.kernel_cases import DEVICE, FORMATS, Layer, Step, ops
 from torch import Tensor
 
 from dsv4_sglang.attention import triton_attend

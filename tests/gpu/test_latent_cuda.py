@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dim", [1024, 1536])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 257])
-def test_as_sglang_normalises_and_quantises(tokens, dim):
+def test_latent_equals_that_of_sglang(tokens, dim):
     from sgl_kernel import rmsnorm
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 

@@ -1,11 +1,8 @@
-"""The ops that move data on CUDA: exact copies, no other writes, rejections."""
-
-import contextlib
-import ctypes
+"""The ops that move data on CUDA: exact copies, no other writes. ops/test_moves.py tests what copy_state rejects."""
 
 import pytest
 import torch
-from kernel_cases import DEVICE, ops, recorded, strided_copy
+from support.kernel_cases import DEVICE, ops, printed, recorded, strided_copy
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -86,39 +83,6 @@ def test_copy_state_in_a_graph():
     graph.replay()
     torch.ops.dsv4_sglang.copy_state(src.cpu(), dst.cpu(), expected)
     assert all(torch.equal(g.cpu(), e) for g, e in zip(got, expected))
-
-
-def rejected_by_the_cpu(op, *args) -> int:
-    """Return the index of the pair that the reference rejects, or -1."""
-    rejected = torch.zeros(1, dtype=torch.int32)
-    with contextlib.suppress(ValueError):
-        op(*args, rejected)
-    return int(rejected)
-
-
-def printed(capfd) -> str:
-    """Return what kernels printed into the buffer of C's stdout."""
-    torch.cuda.synchronize()
-    ctypes.CDLL(None).fflush(None)
-    return capfd.readouterr().out
-
-
-@pytest.mark.parametrize("tensors", [2, 40], ids=["one launch", "two launches"])
-def test_copy_state_rejects(tensors, capfd):
-    """The last tensor has the fewest slots: no launch of the call writes."""
-    state = [torch.randn(2, 6, 5) for _ in range(tensors - 1)] + [torch.randn(2, 5, 3)]
-    pairs = torch.tensor([0, 9, 1, 5], dtype=torch.int32), torch.tensor([2, -1, 5, 3], dtype=torch.int32)
-    copies = [t.clone() for t in state]
-    assert rejected_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, copies) == 2
-    got, rejected = [device(t) for t in state], device(torch.tensor([7], dtype=torch.int32))
-    ops().copy_state(*(device(t) for t in pairs), got, rejected)
-    assert int(rejected) == 2
-    ops().copy_state(*(device(t) for t in pairs), got)
-    assert "copy_state: pair 2, slot 1 to slot 5, is out of range for tensors of 5 slots" in printed(capfd)
-    assert all(torch.equal(g.cpu(), t) for g, t in zip(got, state))
-    ops().copy_state(*(device(t[:2]) for t in pairs), got, rejected)
-    assert int(rejected) == -1
-    assert all(torch.equal(g[:, 2].cpu(), t[:, 0]) for g, t in zip(got, state))
 
 
 def pools(blocks: int) -> list[Tensor]:
@@ -202,24 +166,8 @@ def test_swap_blocks_checks_before_it_moves(blocks, rows, moved, message):
     assert all(torch.equal(t.cpu(), b) for t, b in zip((*gpu, host), before))
 
 
-def test_swap_blocks_leaves_out_a_block_that_is_not_there(capfd):
+def test_swap_blocks_skips_missing_blocks(capfd):
     gpu, host = pools(60), torch.zeros(70, BYTES, dtype=torch.uint8).pin_memory()
     ops().swap_blocks(gpu, host, device(torch.tensor([3, 60, -1])), torch.tensor([0, 1, 2]), True, OFFSETS)
     assert "swap_blocks: block 60 is not in 0..59" in printed(capfd)
     assert host[0].any() and not host[1:].any()
-
-
-def test_copy_state_rejects_a_destination_of_two_pairs(capfd):
-    """Neither pair is written, the others are. Skipped pairs have no destination."""
-    state = torch.randn(2, 6, 5)
-    pairs = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)
-    assert rejected_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, [state.clone()]) == 1
-    expected = state.clone()
-    expected[:, 4] = state[:, 0]
-    for rejected in (device(torch.tensor([7], dtype=torch.int32)), None):
-        got = device(state)
-        ops().copy_state(*(device(t) for t in pairs), [got], rejected)
-        assert torch.equal(got.cpu(), expected)
-        assert rejected is None or int(rejected) == 1
-    said = "copy_state: pair 1, slot 1 to slot 3, has the same destination as pair 3; neither is written"
-    assert said in printed(capfd)

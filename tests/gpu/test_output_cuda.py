@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import rope
+from support.attention_cases import rope
 from torch import nn
 
 from dsv4_sglang.attention.base import LayerOutput

@@ -1,13 +1,13 @@
 """`attend_v41` and `index_topk_v41` on CUDA against the reference, and in CUDA graphs.
 
-tests/test_v41_cache.py compares the reference with a dense computation, on the GPU too.
+tests/cache/test_v41_cache.py compares the reference with a dense computation, on the GPU too.
 """
 
 import pytest
 import torch
-from attention_cases import assert_attends
-from kernel_cases import ops, recorded
-from v41_attention_cases import v41_attend_case, v41_index_case
+from support.attention_cases import assert_attends
+from support.kernel_cases import ops, recorded
+from support.v41_attention_cases import v41_attend_case, v41_index_case
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.attention import triton_attend_v41, triton_index_v41

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from reference.oracle import Oracle
-from server_harness import CPU, Server, make_way, on_rank, one_core_each, running
-from server_plugin import plugged
+from support.server import CPU, Server, make_way, on_rank, one_core_each, running
+from support.server_plugin import plugged
 
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41

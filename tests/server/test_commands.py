@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from liveness import POLL_SECONDS, Progress, has_ended, run, wait
+from support.liveness import POLL_SECONDS, Progress, has_ended, run, wait
 from typer.testing import CliRunner
 
 from benchmarks import ports
@@ -21,7 +21,7 @@ from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.server import start, stop
 from dsv4_sglang.srt.launch.command import Command
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Other tests fork the scheduler (server_forkserver.py); this server finds the plugin through its entry point.

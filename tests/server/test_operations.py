@@ -20,18 +20,18 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from kv_mirror import Mirror
-from liveness import STUCK_SECONDS, Progress
 from rich.console import Console
-from server_harness import FP32, Server, prompt, running
 from sglang.srt.disaggregation.kv_events import KVEventBatch
+from support.kv_mirror import Mirror
+from support.liveness import STUCK_SECONDS, Progress
+from support.server import FP32, Server, prompt, running
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, client
 from dsv4_sglang.cli.top import Page, frame, scaled
 from dsv4_sglang.srt.prefix_cache.metrics import HISTOGRAM, HOST_METRICS, METRICS, PREFIX
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 DASHBOARD = DOCKER / "grafana" / "dashboards" / "cache.json"
@@ -95,7 +95,7 @@ def assert_predicted(
     assert server.generate(ids, 4, **fields).cached == (predicted if cached is None else cached)
 
 
-def test_a_router_believes_what_is_found(server: Server, router: Router) -> None:
+def test_router_predicts_hits(server: Server, router: Router) -> None:
     """The prediction equals the hit for new, repeated and continued prompts."""
     first = prompt(700, seed=1)
     assert_predicted(server, router, first, 0)
@@ -105,7 +105,7 @@ def test_a_router_believes_what_is_found(server: Server, router: Router) -> None
     assert router.settled(server).blocks["GPU"]
 
 
-def test_a_branch_is_found_once_its_snapshot_is_there(server: Server, router: Router) -> None:
+def test_branch_is_announced_with_its_snapshot(server: Server, router: Router) -> None:
     """Before a branch has its own snapshot, the prediction is too high by less than the distance to the previous
     one."""
     trunk = prompt(900, seed=3)
@@ -238,7 +238,7 @@ def test_top(server: Server) -> None:
     assert shown.exit_code == 0, shown.output
     assert server.url in shown.output
     found, tokens = server.metrics(), server.metrics("sglang:kv_")
-    lines = dict(re.split("  +", line, maxsplit=1) for line in shown.output.splitlines())
+    lines = dict(re.split("  +", line.rstrip(), maxsplit=1) for line in shown.output.splitlines())
     assert f", {scaled(found['hit_tokens_host'])} host," in lines["tokens hit"]
     assert lines["snapshots"].endswith(f"  {found['snapshots']:.0f} of 6")
     assert lines["host loads"].startswith(f"{found['host_load_seconds_count']:,.0f}, mean ")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from reference.oracle import Oracle
-from server_harness import Generated, Server, against_cold, assert_near, assert_same, greedy, prompt
+from support.server import Generated, Server, against_cold, assert_near, assert_same, greedy, prompt
 
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, table
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
@@ -24,8 +24,8 @@ FLAGS = ("--dtype", "float32", "--context-length", "2048", "--kv-cache-dtype", "
 FLAGS += ("--max-total-tokens", "16384", "--max-running-requests", "16", "--chunked-prefill-size", "4096")
 # A different order of summation rounds some elements of an entry the other way, more of them in deeper layers. Rounding
 # all elements moves log p by 0.004 on average and by 0.02 at most; one wrong entry moves it by eight times that average
-# (tests/test_make_tiny.py checks both for this model). Two runs share most roundings, so the allowed average is half of
-# 0.004.
+# (tests/testing/test_make_tiny.py checks both for this model). Two runs share most roundings, so the allowed average is
+# half of 0.004.
 SAME, SAME_ON_AVERAGE = 0.02, 0.002
 
 
@@ -47,7 +47,7 @@ def test_batch_of_16(server: Server, alone: dict[int, Generated]) -> None:
         assert_same(got, alone[n], SAME)
 
 
-def test_warm_answers_are_as_cold_ones_but_for_rounding(server: Server) -> None:
+def test_warm_answers_equal_cold_up_to_rounding(server: Server) -> None:
     """Warm answers equal cold ones up to rounding, for branches around a block boundary and after a decoded turn.
 
     Scores are teacher-forced. Each branch is requested twice. The cold answers are computed in one step.

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disaggregation_harness import Disaggregated, a_pair, by, long_timeouts, needs
-from faulty_cache import HOLDING
-from liveness import Progress
 from reference.oracle import Oracle
-from server_harness import (
+from support.disaggregation import Disaggregated, a_pair, by, long_timeouts, needs
+from support.faulty_cache import HOLDING
+from support.liveness import Progress
+from support.server import (
     DRAFTS,
     FP32,
     Server,
@@ -29,12 +29,12 @@ from server_harness import (
     prompt,
     running,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 
 from benchmarks import ports
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 OPTIONS = FP32
@@ -85,7 +85,7 @@ def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("kind", ["the last block stays behind", "the slot stays behind"])
-def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, plugin: Path, kind: str) -> None:
+def test_missing_transfers_are_detected(servers: Disaggregated, oracle: Oracle, plugin: Path, kind: str) -> None:
     ids = prompt(330, seed=4)
     with broken(plugin, kind):
         wrong = servers.generate(ids, GENERATED)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from disaggregation_harness import Disaggregated, a_pair, by, needs
 from reference.oracle import Oracle
-from server_harness import DRAFTS, RETRACTABLE, Generated, assert_near, greedy, only, prompt
-from server_plugin import broken
+from support.disaggregation import Disaggregated, a_pair, by, needs
+from support.server import DRAFTS, RETRACTABLE, Generated, assert_near, greedy, only, prompt
+from support.server_plugin import broken
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
 # Up to 2,048 tokens the indexer selects all entries. Beyond that, noise swaps entries with nearly equal scores.
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700, 1900)
@@ -103,7 +103,7 @@ def test_next_turns_and_branches(servers: Disaggregated, check: Callable[[Asked]
 
 @only("fp8")
 @pytest.mark.parametrize("kind", ["the last block stays behind", "the slot stays behind"])
-def test_what_stays_behind_shows(
+def test_missing_transfers_are_detected(
     servers: Disaggregated, check: Callable[[Asked], None], plugin: Path, kind: str
 ) -> None:
     ids = prompt(250, seed=13)

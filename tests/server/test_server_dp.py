@@ -9,7 +9,7 @@ import re
 
 import pytest
 from reference.oracle import Oracle
-from server_harness import (
+from support.server import (
     FP32,
     Server,
     assert_burst,
@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.top import scaled
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 RANKS = (0, 1)
@@ -40,7 +40,7 @@ CUDA_LAYERS = True
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 
 
-def test_the_other_rank_is_idle(server: Server, oracle: Oracle) -> None:
+def test_requests_beside_an_idle_rank(server: Server, oracle: Oracle) -> None:
     for rank in RANKS:
         ids = prompt(300, seed=rank)
         assert_oracle_chooses(oracle, ids, server.generate(ids, 12, **on_rank(rank)), TOLERANCE)

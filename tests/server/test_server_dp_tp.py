@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from reference.oracle import Oracle
-from server_harness import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
-from server_plugin import broken
+from support.server import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
+from support.server_plugin import broken
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
@@ -37,7 +37,7 @@ def test_two_processes_a_rank(server: Server, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("kind", ["experts see tokens of one rank", "padding owns a request's slot"])
-def test_a_broken_rank_shows(server: Server, oracle: Oracle, plugin: Path, kind: str) -> None:
+def test_broken_rank_is_detected(server: Server, oracle: Oracle, plugin: Path, kind: str) -> None:
     with broken(plugin, kind), pytest.raises(AssertionError):
         assert_burst(server, oracle, ASKED, seed=60, tolerance=TOLERANCE)
     server.flush()

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from recorded_drafts import recorded
-from server_harness import DRAFTS, Server, greedy, prompt
-from server_plugin import broken
+from support.recorded_drafts import recorded
+from support.server import DRAFTS, Server, greedy, prompt
+from support.server_plugin import broken
 from torch import Tensor
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
 # Twelve prompts take 144 blocks; the device has 64. After a hit the last 12 tokens of each prompt are computed.
 LENGTH, CACHED, COUNT = 1420, 1408, 12
@@ -48,7 +48,7 @@ def distance(ours: Sequence[tuple[int, Tensor]], theirs: Sequence[tuple[int, Ten
     return float(sum(same) / len(same))
 
 
-def test_the_draft_models_rings_come_back(server: Server, plugin: Path, name: str) -> None:
+def test_hits_restore_the_draft_models_rings(server: Server, plugin: Path, name: str) -> None:
     """Drafts after hits on device and host are as in cold steps; without the ring the distance is several times as
     large."""
     prompts = [prompt(LENGTH, seed=300 + i) for i in range(COUNT)]

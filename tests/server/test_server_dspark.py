@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_drafts import recorded
 from reference.dspark import DSpark
 from reference.oracle import Oracle
-from server_harness import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
+from support.recorded_drafts import recorded
+from support.server import FP32, HOST_CACHE, Server, assert_oracle_chooses, greedy, prompt
 
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.planner.choice import Choice
@@ -23,7 +23,7 @@ from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import planned_layout
 from dsv4_sglang.srt.launch.options import Options
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 CHUNK = 128
 MODEL = {"seed": 0, "ratios": (0, 4, 128, 4), "index_topk": 64}
@@ -136,7 +136,7 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
     assert "rings of 4 layers and 3 of the draft model" in table
 
 
-def test_what_is_rejected_a_request_at_a_time(server: Server) -> None:
+def test_unsupported_requests_are_rejected_singly(server: Server) -> None:
     with pytest.raises(RequestError) as error:
         server.post("/generate", greedy(prompt(5), 4, sampling_params={"temperature": 0.5}))
     assert error.value.code == 400 and "temperature 0" in error.value.text

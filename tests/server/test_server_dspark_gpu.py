@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from reference.oracle import KVFormat, Oracle
-from server_harness import (
+from support.server import (
     CHUNK,
     Server,
     assert_drafts_are_accepted,
@@ -22,7 +22,7 @@ from server_harness import (
     prompt,
 )
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import server_forkserver
-from liveness import STUCK_SECONDS
-from server_harness import ATTEMPTS, FP32, Server, greedy, prompt
+from support import server_forkserver
+from support.liveness import STUCK_SECONDS
+from support.server import ATTEMPTS, FP32, Server, greedy, prompt
 
 from dsv4_sglang.srt.launch.command import Command, cpu_environment
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "4", "--max-total-tokens", "4096")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "1.5")
@@ -158,7 +158,7 @@ def test_all_routes_are_known(page: dict[str, Any], tmp_path: Path) -> None:
     """/openapi.json, UNLISTED and SOCKETS are all routes of SGLang's HTTP server."""
     file = tmp_path / "routes"
     server_forkserver.run(
-        Command([sys.executable, "-m", "server_routes", str(file)], cpu_environment()), tmp_path / "log"
+        Command([sys.executable, "-m", "support.server_routes", str(file)], cpu_environment()), tmp_path / "log"
     )
     routes = dict(line.replace(":path}", "}").split() for line in file.read_text().splitlines())
     assert {path for path, kind in routes.items() if "WebSocket" in kind} == {*SOCKETS}
@@ -238,7 +238,7 @@ def trainer(server: Server, model: Path, tmp_path: Path) -> Iterator[dict[str, A
     joining = {"master_address": "127.0.0.1", "master_port": server.port + 21, "rank_offset": 1, "world_size": 2}
     joining |= {"group_name": "trainer", "backend": "gloo"}
     arguments = [str(model), "norm.weight", str(joining["master_port"]), joining["group_name"]]
-    command = Command([sys.executable, "-m", "weight_sender", *arguments], cpu_environment())
+    command = Command([sys.executable, "-m", "support.weight_sender", *arguments], cpu_environment())
     process = server_forkserver.start(command, tmp_path / "log")
     yield joining
     process.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from reference.oracle import Oracle
-from server_harness import (
+from support.server import (
     FP32,
     HOST_CACHE,
     Server,
@@ -18,7 +18,7 @@ from server_harness import (
     distances,
     prompt,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 
 from dsv4_sglang.cli import client
 
@@ -62,7 +62,7 @@ def test_branches_in_chunks_of_128(server: Server, oracle: Oracle) -> None:
             assert distances(oracle, ids, got).max() <= TOLERANCE
 
 
-def test_a_dropped_indexer_tail_shows(server: Server, oracle: Oracle, plugin: Path) -> None:
+def test_missing_indexer_state_is_detected(server: Server, oracle: Oracle, plugin: Path) -> None:
     """Without the indexer's compressor state, key L / 4 is wrong and the indexer selects a different entry."""
     ids = prompt(450, seed=3)
     server.flush()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference.oracle import Oracle
-from server_harness import DRAFTS, Generated, Server, against_cold, assert_as_near_as_the_format, greedy, prompt
+from support.server import DRAFTS, Generated, Server, against_cold, assert_as_near_as_the_format, greedy, prompt
 
 pytestmark = pytest.mark.server
 
@@ -18,7 +18,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens",
 FLAGS += ("--chunked-prefill-size", "128", *DRAFTS)
 OPTIONS = {"snapshot_interval": 256}
 # Maximum mean |d log p|. Rounding all entries to FP8 moves log p by 0.05, one corrupted entry by at least 0.07
-# (tests/test_make_tiny.py).
+# (tests/testing/test_make_tiny.py).
 NOISE = 0.02
 
 
@@ -43,17 +43,13 @@ def asked(server: Server) -> list[tuple[list[int], Generated]]:
     return answers
 
 
-def test_warm_answers_are_as_cold_ones_but_for_rounding(
-    server: Server, asked: list[tuple[list[int], Generated]]
-) -> None:
+def test_warm_answers_equal_cold_up_to_rounding(server: Server, asked: list[tuple[list[int], Generated]]) -> None:
     apart = [against_cold(server, ids, got) for ids, got in asked]
     each = [f"{len(ids)} tokens, {got.cached} cached: {d.mean():.4f}" for (ids, got), d in zip(asked, apart)]
     assert torch.cat(apart).mean() <= NOISE, each
 
 
-def test_warm_answers_are_no_further_from_fp32_than_the_format(
-    oracle: Oracle, asked: list[tuple[list[int], Generated]]
-) -> None:
+def test_warm_answers_are_within_the_formats_error(oracle: Oracle, asked: list[tuple[list[int], Generated]]) -> None:
     assert_as_near_as_the_format(oracle, [(ids, got) for ids, got in asked if len(ids) < 400])  # the oracle is slow
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from reference.oracle import Oracle
-from server_harness import (
+from support.server import (
     DRAFTS,
     EAGLE,
     RETRACTABLE,
@@ -77,7 +77,7 @@ PREFILL_GRAPHS = "bf16, graphs for prefill only, no overlap"
 TWO_RANKS = ("fp8, two ranks", "fp8, two ranks, 3 drafts")
 # Bounds of the mean distance from fp32, by the format of KV entries: rounding the entries gives a mean |d log p| of
 # 0.004 (bf16) and 0.053 (FP8), and bf16 compute adds 0.014. One corrupted entry gives at least 0.07
-# (tests/test_make_tiny.py), and attention of one GPU of two about 1.
+# (tests/testing/test_make_tiny.py), and attention of one GPU of two about 1.
 NEAR = {"bf16": 0.025, "fp8": 0.068}
 Asked = list[tuple[list[int], Generated]]
 

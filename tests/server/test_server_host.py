@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import ATTEMPTS, FP32, Generated, Server, assert_same, empty_device, prompt
-from server_plugin import broken
+from support.server import ATTEMPTS, FP32, Generated, Server, assert_same, empty_device, prompt
+from support.server_plugin import broken
 
 from benchmarks import prefix_trace
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 2e-3
 BLOCK = 128
@@ -145,7 +145,7 @@ GRAPH, EAGER = 520, 600
         ("the snapshot is not waited for", EAGER),
     ],
 )
-def test_a_broken_load_shows(server: Server, plugin: Path, kind: str, length: int) -> None:
+def test_broken_loads_are_detected(server: Server, plugin: Path, kind: str, length: int) -> None:
     """Each fault in a load changes the answer enough for the other tests to notice, and the host copy stays right."""
     ids = prompt(length, seed=120)
     reference = server.cold(ids)
@@ -159,7 +159,7 @@ def test_a_broken_load_shows(server: Server, plugin: Path, kind: str, length: in
 
 
 @pytest.mark.parametrize("length", [GRAPH, EAGER])
-def test_a_step_waits_for_what_it_reads(server: Server, plugin: Path, length: int) -> None:
+def test_steps_wait_for_their_loads(server: Server, plugin: Path, length: int) -> None:
     """Answers are right if each load is delayed until a step waits for it.
 
     A step waits for the snapshot before it fills live slots, and for each layer before it reads it.
@@ -171,7 +171,7 @@ def test_a_step_waits_for_what_it_reads(server: Server, plugin: Path, length: in
         assert_same(scored_from_host(server, ids, reference.tokens), reference, TOLERANCE)
 
 
-def test_the_table_names_the_host(server: Server) -> None:
+def test_start_up_table_names_the_host(server: Server) -> None:
     """The start-up log reports the host cache's size.
 
     The model has a CSA and an HCA layer in fp32; a snapshot has three window rings and a CSA compressor state. The host

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import DRAFTS, Generated, Server, assert_as_cold, prompt, running
+from support.server import DRAFTS, Generated, Server, assert_as_cold, prompt, running
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "8192")

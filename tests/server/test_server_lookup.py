@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from kv_mirror import Mirror
-from liveness import POLL_SECONDS, STUCK_SECONDS, Progress
-from server_harness import FP32, Server, empty_device, only, prompt
 from sglang.srt.disaggregation.kv_events import KVEventBatch
+from support.kv_mirror import Mirror
+from support.liveness import POLL_SECONDS, STUCK_SECONDS, Progress
+from support.server import FP32, Server, empty_device, only, prompt
 
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 BLOCK, CONTEXT, VOCABULARY = 128, 2048, 384
 KEY = "of users"

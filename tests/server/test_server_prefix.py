@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from reference.oracle import Oracle
-from server_harness import (
+from support.server import (
     ATTEMPTS,
     FP32,
     Generated,
@@ -22,9 +22,9 @@ from server_harness import (
     live,
     prompt,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 EXACT, TOLERANCE = 1e-4, 2e-3
 BLOCK = 128
@@ -79,7 +79,7 @@ def test_log_probabilities_of_the_prompt(server: Server, oracle: Oracle) -> None
 
 
 @pytest.mark.parametrize("kind", ["padding tokens write", "the lengths of the step before"])
-def test_a_broken_graph_shows(server: Server, oracle: Oracle, plugin: Path, kind: str) -> None:
+def test_broken_graphs_are_detected(server: Server, oracle: Oracle, plugin: Path, kind: str) -> None:
     server.flush()
     ids = prompt(300, seed=12)
     server.generate(ids, 1)
@@ -91,7 +91,7 @@ def test_a_broken_graph_shows(server: Server, oracle: Oracle, plugin: Path, kind
     assert distances(oracle, longer, server.generate(longer, 12)).max() <= EXACT
 
 
-def test_a_long_prompt_and_what_it_pushes_out(server: Server) -> None:
+def test_long_prompt_evicts_others(server: Server) -> None:
     """A prompt of 1,700 tokens in a pool of 2,048 is right when repeated or resumed midway, and so is an evicted
     one."""
     earlier, trunk = prompt(700, seed=8), prompt(1700, seed=2)
@@ -172,7 +172,7 @@ def test_lifecycles(server: Server) -> None:
 @pytest.mark.parametrize(
     "kind", ["the state at the end of the step", "previous rows dropped", "a slot reused without its state"]
 )
-def test_a_broken_cache_shows(server: Server, plugin: Path, kind: str) -> None:
+def test_broken_caches_are_detected(server: Server, plugin: Path, kind: str) -> None:
     """Each fault of the prefix cache changes the answer enough for the tests above to notice.
 
     test_server_exact.py covers index keys, which matter only where the indexer omits entries.

@@ -15,17 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from liveness import STUCK_SECONDS
 from pydantic import BaseModel
-from server_harness import FP32, Server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.lifecycle import SPARED
+from support.liveness import STUCK_SECONDS
+from support.server import FP32, Server
 
 from dsv4_sglang.srt.plugin.request_validation import SET_BY_SGLANG
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 CONTEXT, VOCABULARY = 2048, 384
 FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "16", "--enable-metrics")

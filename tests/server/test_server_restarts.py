@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faulty_cache import LAUNCH_ERROR
-from liveness import POLL_SECONDS, Progress
 from safetensors.torch import load_file
-from server_harness import (
+from sglang.srt.utils.common import MultiprocessingSerializer
+from support.faulty_cache import LAUNCH_ERROR
+from support.liveness import POLL_SECONDS, Progress
+from support.server import (
     BROKEN_OFF,
     FP32,
     Generated,
@@ -29,14 +30,13 @@ from server_harness import (
     running,
     schedulers,
 )
-from server_plugin import broken
-from sglang.srt.utils.common import MultiprocessingSerializer
+from support.server_plugin import broken
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--enable-metrics")
@@ -120,7 +120,7 @@ def stuck(start: Start, plugin: Path, pages: Path) -> Ended:
         return Ended(got, server.log_text(), [failed.value])
 
 
-def test_a_load_that_does_not_end_ends_the_server(stuck: Ended) -> None:
+def test_stuck_load_ends_the_server(stuck: Ended) -> None:
     """A load that exceeds its timeout ends the server; the waiting request receives the error that the log has."""
     (error,) = stuck.errors
     assert error.code == 500
@@ -159,7 +159,7 @@ def restarted(crashed: Ended, start: Start) -> Iterator[Server]:
         yield server
 
 
-def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Ended, pages: Path) -> None:
+def test_next_server_finds_stored_pages(restarted: Server, crashed: Ended, pages: Path) -> None:
     """Tenants hit their own pages only. `dsv4-sglang storage` lists the pages and keeps those in use."""
     for fields in ({}, {"extra_key": "x"}):
         got = restarted.generate(PROMPT, **fields)
@@ -225,7 +225,7 @@ def test_new_weights_over_http_leave_nothing(
     restarted.wait_idle()
 
 
-def test_a_process_that_ends_takes_the_server_along(restarted: Server) -> None:
+def test_ended_process_ends_the_server(restarted: Server) -> None:
     """If the scheduler is killed, running requests fail and the server exits."""
     answer = restarted.begin(prompt(30), 900, 2)
     with ends(restarted) as processes:

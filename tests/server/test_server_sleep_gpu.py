@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import DRAFTS, Server, assert_as_cold, prompt
+from support.server import DRAFTS, Server, assert_as_cold, prompt
 
 pytest.importorskip("torch_memory_saver")
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--enable-memory-saver")
@@ -66,7 +66,7 @@ def resume(server: Server, *tags: str) -> int:
     return before - free_bytes()
 
 
-def test_what_is_given_back(server: Server, name: str, table: int) -> None:
+def test_released_bytes_equal_the_table(server: Server, name: str, table: int) -> None:
     """A release frees the table's bytes; the first one also frees memory cached by torch and of prefill steps."""
     server.generate(prompt(4000), 20)
     server.wait_idle()

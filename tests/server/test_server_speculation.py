@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from recorded_drafts import recorded
 from reference.nextn import NextN
 from reference.oracle import Oracle
-from server_harness import (
+from support.recorded_drafts import recorded
+from support.server import (
     DRAFTS,
     FP32,
     HOST_CACHE,
@@ -24,12 +24,12 @@ from server_harness import (
     assert_oracle_chooses,
     prompt,
 )
-from server_plugin import broken
+from support.server_plugin import broken
 from transformers import DynamicCache
 
 from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
-pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
@@ -119,9 +119,7 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Compare) -> N
     server.wait_idle()
 
 
-def test_a_snapshot_without_the_draft_models_ring_shows(
-    server: Server, oracle: Oracle, apart: Compare, plugin: Path
-) -> None:
+def test_missing_draft_ring_is_detected(server: Server, oracle: Oracle, apart: Compare, plugin: Path) -> None:
     """A snapshot without the draft model's ring changes the drafts, but neither tokens nor the acceptance length."""
     ids, found = prompt(390, seed=40), []
     with broken(plugin, "snapshots without the draft model's ring"):

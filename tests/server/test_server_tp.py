@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
-from faulty_cache import LAUNCH_ERROR
 from reference.oracle import Oracle
-from server_harness import (
+from support.faulty_cache import LAUNCH_ERROR
+from support.lifecycle import Driver, Shape, Wrong
+from support.server import (
     BROKEN_OFF,
     FP32,
     HOST_CACHE,
@@ -22,8 +23,7 @@ from server_harness import (
     ends,
     prompt,
 )
-from server_plugin import broken
-from support.lifecycle import Driver, Shape, Wrong
+from support.server_plugin import broken
 from typer.testing import CliRunner, Result
 
 from dsv4_sglang.cli import app
@@ -68,6 +68,7 @@ def test_warm_is_cold(server: Server) -> None:
         assert_same(got, reference, TOLERANCE)
 
 
+@pytest.mark.full
 def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     """Answers are right with evictions and retractions, and no process leaks a block or a slot."""
     evicted = server.metrics()["snapshots_evicted"]
@@ -104,6 +105,7 @@ def check(server: Server, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["check", server.url, *arguments])
 
 
+@pytest.mark.full
 def test_the_command_checks_all_processes(server: Server) -> None:
     """`check` covers all processes, while a request runs and with warm answers on an idle server."""
     rest = server.begin(prompt(300, seed=50), 600, 2, rid="to-abort")
@@ -123,6 +125,7 @@ def test_the_command_checks_all_processes(server: Server) -> None:
         assert f"{rank}: busy with 1 requests, 0 wrong" in busy.output
 
 
+@pytest.mark.full
 def test_the_command_names_what_is_wrong(server: Server, plugin: Path) -> None:
     """`check` reports a fault that SGLang's own check misses, for both processes."""
     ids = prompt(300, seed=51)
@@ -140,7 +143,8 @@ def test_the_command_names_what_is_wrong(server: Server, plugin: Path) -> None:
     assert check(server).exit_code == 0
 
 
-def test_a_kernel_that_fails_in_one_process_ends_both(server: Server, plugin: Path) -> None:
+@pytest.mark.full
+def test_failing_kernel_ends_both_processes(server: Server, plugin: Path) -> None:
     """A failing kernel in one process ends both immediately, without SGLang's wait of a minute for a GPU core dump."""
     running_one = server.begin(prompt(30), 900, 2)
     with ends(server), broken(plugin, "a kernel fails"), pytest.raises(BROKEN_OFF):

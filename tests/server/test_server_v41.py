@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from reference.oracle_v41 import OracleV41
-from server_harness import Server, assert_right_though_retracted, distances, prompt, running
-from server_plugin import broken
+from support.server import Server, assert_right_though_retracted, distances, prompt, running
+from support.server_plugin import broken
 
 from dsv4_sglang.cli import client
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.full,
     pytest.mark.usefixtures("plugin"),
 ]
 
@@ -96,7 +97,7 @@ def test_asleep_and_awake(server: Server, oracle: OracleV41) -> None:
     assert distances(oracle, ids, answer()).max() <= TOLERANCE
 
 
-def test_what_is_planted_shows(server: Server, oracle: OracleV41, plugin: Path) -> None:
+def test_injected_fault_is_detected(server: Server, oracle: OracleV41, plugin: Path) -> None:
     """An injected fault changes the answer after a prefix hit, and the next answer without the fault is right."""
     ids = prompt(390, seed=9)  # most of its window precedes the snapshot
     server.flush()

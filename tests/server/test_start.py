@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import server_forkserver
-from liveness import run, wait
-from server_harness import launched
+from support import server_forkserver
+from support.liveness import run, wait
+from support.server import launched
 
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, Command, cpu_environment
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 # Run in a new process, because installed hooks cannot be removed.
 INERT = """
@@ -132,7 +132,7 @@ def test_plugin(tiny: Callable[..., Path], tmp_path: Path, script: str) -> None:
         ),
     ],
 )
-def test_a_scheduler_rejects_a_launch_with_its_last_line(
+def test_scheduler_rejects_a_launch_in_one_line(
     tiny: Callable[..., Path], tmp_path: Path, flags: list[str], said: str
 ) -> None:
     log = tmp_path / "log"
@@ -164,9 +164,7 @@ OPT_IN = [OPT_IN_FLAG, '{"dsv4_sglang": {}}']
         ),
     ],
 )
-def test_sglangs_command_rejects_a_command_line_with_one_line(
-    tiny: Callable[..., Path], flags: list[str], said: str
-) -> None:
+def test_sglangs_command_rejects_in_one_line(tiny: Callable[..., Path], flags: list[str], said: str) -> None:
     done = _launch(tiny(), *flags)
     assert done.returncode != 0 and "usage:" not in done.stderr and "Traceback" not in done.stderr
     assert re.match(f"dsv4_sglang: {said}", done.stderr.splitlines()[-1]), done.stderr
@@ -188,9 +186,7 @@ def test_without_the_opt_in_sglang_shows_its_usage(tiny: Callable[..., Path]) ->
         ),
     ],
 )
-def test_the_launcher_rejects_a_launch_with_its_last_lines(
-    tiny: Callable[..., Path], override: str, said: list[str]
-) -> None:
+def test_launcher_rejects_a_launch_in_its_last_lines(tiny: Callable[..., Path], override: str, said: list[str]) -> None:
     """A launch in a new process, as users start it, ends with one line per reason."""
     flags = ["--page-size", "64", "--max-running-requests", "-4", OPT_IN_FLAG, override]
     done = _launch(tiny(), *flags)

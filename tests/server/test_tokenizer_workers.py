@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 import pytest
-from liveness import Progress
 from reference.oracle import Oracle
-from server_harness import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
+from support.liveness import Progress
+from support.server import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
 
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 VOCABULARY, WORKERS = 384, 2
 MODEL = {"seed": 0, "ratios": (0, 4), "heads": 64}
@@ -68,7 +68,7 @@ def test_without_a_prefix_cache(server: Server, oracle: Oracle) -> None:
     assert got.cached == 0 and server.generate(ids, 8) == got
 
 
-def test_a_scheduler_that_ends_takes_all_along(server: Server) -> None:
+def test_ended_scheduler_ends_all_workers(server: Server) -> None:
     """If the scheduler is killed, all workers exit; SGLang's supervisor of the workers would ignore the signal."""
     with ends(server) as processes:
         (scheduler,) = schedulers(processes)

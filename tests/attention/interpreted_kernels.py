@@ -1,0 +1,397 @@
+"""The Triton attention kernels under Triton's interpreter, on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.attention_cases import AttendCase, assert_attends, assert_quantised, attend_case, prefill_case, rope
+from support.v41_attention_cases import V41AttendCase, v41_attend_case, v41_index_case
+
+from dsv4_sglang.attention import (
+    flashmla_scheduler,
+    metadata,
+    sparse_prefill,
+    triton_attend,
+    triton_attend_v41,
+    triton_index_v41,
+    triton_metadata,
+    triton_output,
+)
+from dsv4_sglang.attention.base import AttendInputs
+from dsv4_sglang.formats import KVBuffer, KVFormat
+from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.ops.reference import read, read_v41
+from dsv4_sglang.srt.models import triton_latent
+
+# The interpreter truncates bf16 where hardware rounds.
+BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+def attended(case: AttendCase, splits: int) -> torch.Tensor:
+    if isinstance(case, V41AttendCase):
+        return triton_attend_v41.attend_v41(*case.v41_args(), splits=splits)
+    return triton_attend.attend(*case.inputs(), splits=splits)
+
+
+def check(make: Callable[..., AttendCase], splits: int, q_dtype: torch.dtype = torch.bfloat16, **shape) -> None:
+    case = make(q_dtype=q_dtype, **shape)
+    assert_attends(attended(case, splits), case, BOUND[q_dtype])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kv_format", "q_dtype", "splits"),
+    [
+        (KVFormat.FP8, torch.bfloat16, 1),
+        (KVFormat.FP8, torch.bfloat16, 3),
+        (KVFormat.FP8, torch.float16, 3),
+        (KVFormat.FP8, torch.float32, 1),
+        (KVFormat.BF16, torch.bfloat16, 3),
+        (KVFormat.BF16, torch.float16, 1),
+        (KVFormat.FP32, torch.float32, 3),
+    ],
+)
+def test_attend(kv_format, q_dtype, splits):
+    check(attend_case, splits, q_dtype, tokens=9, heads=5, width=72, kv_format=kv_format)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("q_dtype, splits", [(torch.bfloat16, 3), (torch.float32, 1)])
+def test_attend_of_v41(q_dtype, splits):
+    check(v41_attend_case, splits, q_dtype, tokens=9, heads=5, width=72)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
+@pytest.mark.parametrize(
+    "splits, shape",
+    [
+        (1, {"tokens": 3, "heads": 20, "width": None}),
+        (2, {"tokens": 3, "heads": 33, "width": 40, "per_block": None}),
+        (1, {"tokens": 3, "heads": 8, "width": 40, "per_block": 6}),
+        (15, {"tokens": 4, "heads": 4, "width": 16, "lens": [(3, 1), (0, 2), (0, 0), (128, 16)]}),
+    ],
+    ids=["no entries", "one block", "blocks of 6", "more splits than tiles"],
+)
+def test_attend_shapes(make, splits, shape):
+    check(make, splits, **shape)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attend_to_lists_that_tokens_share(splits):
+    """The output equals, bit for bit, that with a copy of the list for each token."""
+    case = attend_case(tokens=9, heads=5, width=72, shared=2)
+    out = attended(case, splits)
+    assert_attends(out, case, BOUND[torch.bfloat16])
+    case.entry_indices, case.entry_owner = case.entry_indices[case.entry_owner], None
+    assert torch.equal(out, attended(case, splits))
+
+
+def _beside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose last dimension has gaps."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def _shifted(table: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a buffer that is not aligned to 16 bytes."""
+    storage = torch.zeros(table.numel() + 1, dtype=table.dtype)
+    return storage[1:].view(table.shape).copy_(table)
+
+
+def _spread(table: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a buffer whose blocks are not at multiples of 16 bytes."""
+    blocks, size = table.shape[0], table[0].numel()
+    return torch.zeros(blocks, size + 8, dtype=table.dtype)[:, :size].unflatten(1, table.shape[1:])
+
+
+# Changes of tensors that the kernels must not read: name of the tensor, change, part of the message.
+REJECTED = [
+    ("q", lambda q: q[..., :256], "expected .*any, 512"),
+    ("q", _beside, "without gaps from dimension 2"),
+    ("q", lambda q: q.double(), "expected bfloat16 or float16 or float32"),
+    ("sink", lambda sink: sink[:-1], "sink is float32 .4.*expected float32 .5."),
+    ("window", lambda table: table.view(torch.int8), "window is int8 .*expected uint8"),
+    ("window", lambda table: table[..., :512], "expected uint8 .any, any, 5[82]"),
+    ("window", lambda table: table[:, ::2], "without gaps"),
+    ("window", _shifted, "expected multiples of 16"),
+    ("entries", _shifted, "entries begins at .*expected multiples of 16"),
+    ("entries", _spread, "expected multiples of 16"),
+    ("entries", lambda table: table.view(torch.bfloat16), "entries is bfloat16"),
+    ("window_indices", lambda x: x.long(), "list of window is int64"),
+    ("entry_indices", _beside, "list of entries is .*without gaps"),
+    ("entry_lens", lambda x: x[:-1], "lengths of the list of entries is int32 .8.*expected int32 .9."),
+    ("positions", lambda x: x.int(), "positions is int32"),
+    ("rope", lambda x: x[:, :32], "rope is float32 .4096, 32."),
+    ("entry_owner", lambda _: torch.zeros(9, dtype=torch.int64), "owner of the list of entries is int64"),
+]
+
+
+@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
+def test_attend_rejects_unsupported_tensors(make):
+    for name, change, message in REJECTED[: -1 if make is v41_attend_case else None]:
+        case = make(tokens=9, heads=5, width=72)
+        setattr(case, name, change(getattr(case, name)))
+        with pytest.raises(ValueError, match=message):
+            attended(case, 1)
+
+
+def test_an_fp8_buffer_is_not_read_as_bf16():
+    case = attend_case(tokens=3, heads=5, width=72)
+    case.kv_format = KVFormat.BF16
+    with pytest.raises(
+        ValueError, match=r"attend: window is uint8 \[3, 128, 584\] .* expected bfloat16 \[any, any, 512\]"
+    ):
+        attended(case, 1)
+
+
+def test_selection_of_v41_rejects_unsupported_tensors():
+    changes = [
+        ("q", lambda q: q[..., :64], "q is bfloat16"),
+        ("weights", lambda w: w.long(), "weights is int64"),
+        ("index_keys", lambda keys: keys[:, :-1], "expected uint8 .any, 64, 72."),
+        ("index_keys", lambda keys: keys.view(torch.int8), "index_keys is int8"),
+        ("block_table", lambda table: table.long(), "block_table is int64"),
+        ("token_request", lambda x: x.long(), "token_request is int64"),
+        ("positions", lambda x: x.int(), "positions is int32"),
+    ]
+    for name, change, message in changes:
+        case = v41_index_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
+        setattr(case, name, change(getattr(case, name)))
+        with pytest.raises(ValueError, match=message):
+            case.select(8, op=triton_index_v41.index_topk_v41)
+
+
+@pytest.mark.parametrize("op", [triton_output.inverse_rope, triton_output.inverse_rope_and_quantise])
+def test_inverse_rope_rejects_unsupported_tensors(op):
+    out, positions = torch.randn(3, 5, 512), torch.tensor([0, 7, 300])
+    for arguments, message in [
+        ((_beside(out), positions, rope()), "out is .*without gaps from dimension 1"),
+        ((out.transpose(0, 1), positions, rope()), "out is .*without gaps from dimension 1"),
+        ((out[..., :256], positions, rope()), "out is .*expected .*any, any, 512"),
+        ((out, positions.int(), rope()), "positions is int32"),
+        ((out, positions, rope().double()), "rope is float64"),
+    ]:
+        with pytest.raises(ValueError, match=f"{op.__name__}: {message}"):
+            op(*arguments)
+
+
+def test_norm_and_quantise_rejects_unsupported_tensors():
+    for x, weight in [
+        (torch.randn(2, 130), torch.rand(130)),
+        (_beside(torch.randn(2, 128)), torch.rand(128)),
+        (torch.randn(2, 128), torch.rand(127)),
+    ]:
+        with pytest.raises(ValueError, match="norm_and_quantise"):
+            triton_latent.norm_and_quantise(x, weight, 1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("at", [3, 500], ids=["without RoPE", "with RoPE"])
+@pytest.mark.parametrize("stored", [*KVFormat, *V41KVFormat], ids=str)
+def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
+    """One such number in an entry of any format reaches the output of the tokens that attend to the entry, and of no
+    other token. FP4 alone saturates an infinity, which the norm before has made NaN."""
+    if stored is V41KVFormat.FP4:
+        value = float("nan")
+    v41, window = isinstance(stored, V41KVFormat), stored is not V41KVFormat.FP4
+    formats = (V41KVFormat.FP8, V41KVFormat.FP4) if v41 else (stored, stored)
+    tables = [torch.zeros(2, 64, kind.width, dtype=kind.dtype) for kind in formats]
+    for table, kind in zip(tables, formats):
+        KVBuffer(table, kind).write(torch.arange(128), torch.randn(128, 512))
+    values = torch.randn(1, 512)
+    values[0, at] = value
+    KVBuffer(tables[0 if window else 1], stored).write(torch.tensor([7]), values)
+    indices = torch.tensor([[3, 7], [3, 5]], dtype=torch.int32)
+    lists = [(table, indices, torch.tensor([2, 2], dtype=torch.int32)) for table in tables]
+    q, sink, positions = torch.randn(2, 5, 512).bfloat16(), torch.zeros(5), torch.tensor([0, 9])
+    arguments = (q, sink, *lists[0], *lists[1], positions, rope(), 512**-0.5)
+    if v41:
+        outs = [triton_attend_v41.attend_v41(*arguments), read_v41.attend_v41(*arguments)]
+    else:
+        outs = [
+            triton_attend.attend(q, AttendInputs.from_op(*arguments[1:], stored.code)),
+            read.attend(*arguments, stored.code),
+        ]
+    for out in outs:
+        assert not out[0].isfinite().all(-1).any() and out[1].isfinite().all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
+@pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
+def test_selection_of_v41(ratio, heads, top, size, most, equal, monkeypatch):
+    """Entries and candidates equal the reference's, in slices of two tokens."""
+    case = v41_index_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 1000)
+    case.check(triton_index_v41.index_topk_v41, size, most)
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_inverse_rope(behind):
+    """Compare the inverse rotation with PyTorch, for all heads that a kernel wrote and for the first 5 of them."""
+    written, positions = torch.randn(3, 5 + behind, 512), torch.tensor([0, 7, 300])
+    table = attend_case(tokens=1, heads=1, width=None).rope
+    out, rest = written[:, :5], written[:, 5:].clone()
+    expected = read.rotate(out, positions, table, inverse=True)
+    triton_output.inverse_rope(out, positions, table)
+    assert torch.allclose(out, expected, atol=1e-6) and torch.equal(written[:, 5:], rest)
+
+
+@pytest.mark.parametrize("tokens, dim", [(1, 1024), (5, 1536), (4, 128)])
+def test_norm_and_quantise(tokens, dim):
+    """Compare the codes and scales of the latent with PyTorch.
+
+    The rows are slices of wider rows, and 1536 channels are not a power of two.
+    """
+    wide, weight = torch.randn(tokens, dim + 64), torch.rand(dim)
+    codes, scales = triton_latent.norm_and_quantise(wide[:, :dim], weight, 1e-6)
+    assert scales.stride(1) % 4 == 0
+    assert_quantised(codes, scales, torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6), 0.01)
+
+
+def test_inverse_rope_and_quantise():
+    """The codes and scales are those of `inverse_rope`'s output.
+
+    The 10 heads do not fill the programs, and one group is all zero.
+    """
+    g = torch.Generator().manual_seed(0)
+    out, positions = torch.randn(3, 10, 512, generator=g) * 3, torch.tensor([0, 7, 300])
+    out[1, 2, 128:256], out[2, 3, 448] = 0, 1e4
+    inverse_rotated = out.clone()
+    triton_output.inverse_rope(inverse_rotated, positions, rope())
+    codes, scales = triton_output.inverse_rope_and_quantise(out, positions, rope())
+    assert_quantised(codes, scales, inverse_rotated, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tracks", "ring_rows", "each", "before", "sees_block"),
+    [
+        (False, 128, 1, -1, False),
+        (True, 136, 1, 2, False),
+        (False, 132, 4, 0, False),
+        (False, 134, 5, 0, True),
+        (False, 136, 7, 0, True),
+    ],
+)
+def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
+    """Every output of the launch equals PyTorch's, for requests with few and many visible entries and for padding."""
+    owned = torch.tensor([6, 7, 2, 0, 5, 0])
+    seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
+    mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
+
+    def tensors(buffers: metadata.DecodeBuffers) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
+
+    def make() -> metadata.DecodeBuffers:
+        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block)
+        for name, tensor in tensors(buffers).items():
+            if name not in ("query_start", "token_request"):
+                tensor.fill_(-9)
+        buffers.state_slots[:6] = owned
+        return buffers
+
+    expected, got = make(), make()
+    metadata._fill_decode(expected, seq_lens, before, mask, to, top_k=64)
+    triton_metadata.build(got, seq_lens, before, mask, to, 64)
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensor, getattr(got, name)), name
+
+
+@pytest.mark.parametrize("tokens", [400, 257])
+@pytest.mark.parametrize("chunks", [[257], [1, 130, 60, 66], []])
+def test_prefill_metadata(chunks, tokens):
+    """Every output of the launch equals PyTorch's.
+
+    The cases have prefixes of any length, snapshots, requests without a slot, and padding.
+    """
+
+    def make() -> metadata.PrefillBuffers:
+        buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
+        for name in ("slots", "query_start", "token_request", "token_track", "positions", "window_indices"):
+            getattr(buffers, name).fill_(-9)
+        n = len(chunks)
+        buffers.chunk_lens[:n] = torch.tensor(chunks, dtype=torch.int32)
+        buffers.prefix_lens[:n] = torch.tensor([600, 127, 0, 3][:n], dtype=torch.int32)
+        buffers.state_slots[:n] = torch.tensor([4, 2, 0, 7][:n], dtype=torch.int32)
+        buffers.block_table.copy_(torch.arange(buffers.block_table.numel()).view_as(buffers.block_table))
+        buffers.track_slots.fill_(-1)
+        buffers.track_slots[0, :2], buffers.track_lens[0, :2] = torch.tensor([20, 21]), torch.tensor([640, 768])
+        return buffers
+
+    expected, got = make(), make()
+    metadata._derive(expected, tokens, torch.zeros(tokens, dtype=torch.int64), top_k=64)
+    triton_metadata.build_prefill(got, tokens, 64)
+    for name, tensor in vars(expected).items():
+        if isinstance(tensor, torch.Tensor) and name != "hca_indices":
+            assert torch.equal(tensor, getattr(got, name)), name
+    for token in range(tokens):
+        seen = int(expected.hca_lens[token])
+        assert torch.equal(got.hca_indices[token, :seen], expected.hca_indices[token, :seen])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
+@pytest.mark.parametrize("ratio, at_once", [(0, None), (4, None), (128, None), (0, 7), (4, 7), (128, 7)])
+def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
+    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch. `at_once`: tokens
+    whose entries are listed at a time; None for all."""
+    if at_once:
+        monkeypatch.setattr(sparse_prefill, "MAX_LISTED", at_once * 256)
+    step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
+
+    def sparse(q, table, lists, lens, sink, scale):
+        assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
+        column = torch.arange(lists.shape[1])
+        assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 after the length and nowhere else"
+        assert (lists < table.shape[0]).all()
+        still = torch.zeros(len(q), dtype=torch.int64)
+        return read.attend(
+            q, sink, table[None], lists, lens, None, None, None, still, rope(), scale, KVFormat.BF16.code
+        )
+
+    monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
+    kernel = sparse_prefill.SparsePrefillAttention(8)
+    # Interpreting a program takes the same time for any size, so programs are larger than on a GPU.
+    monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", 128)
+    assert kernel.begin_step(step, lengths)
+    for _ in range(2):
+        assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
+    written = kernel._table[: step.window_size].float()
+    assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_schedule(tokens, parts, overhead):
+    """The parts read every block of every token once and in order, and each stays within FlashMLA's budget.
+
+    A server compares the schedule with FlashMLA's own when it starts (`flashmla.scheduler_config`).
+    """
+    g = torch.Generator().manual_seed(tokens * parts)
+
+    def some(high: int, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, high, (tokens,), generator=g, dtype=torch.int32)
+
+    for window, entries in (
+        (some(129), None),
+        (some(129, 128), some(513, 512)),
+        (some(129), some(2) * some(8192)),
+        (some(1), some(1)),
+    ):
+        metadata, splits = (x.tolist() for x in flashmla_scheduler.build(window, entries, parts, overhead))
+        blocks = ((window.clamp(min=1) + 63) // 64 + (0 if entries is None else (entries + 63) // 64)).tolist()
+        budget = -(-(sum(blocks) + tokens * overhead) // parts) + overhead
+        read, split = [], [0] * tokens
+        for begin, end, first, stop, split_of_first, first_shared, last_shared, _ in metadata:
+            if begin == tokens:
+                continue  # a part without work
+            assert split_of_first == split[begin]
+            assert [first_shared, last_shared] == [splits[t + 1] - splits[t] > 1 for t in (begin, end)]
+            bounds = [(first if t == begin else 0, stop if t == end else blocks[t]) for t in range(begin, end + 1)]
+            assert sum(high - low + overhead for low, high in bounds) <= budget
+            for t, (low, high) in enumerate(bounds, begin):
+                read += [(t, block) for block in range(low, high)]
+                split[t] += 1
+        assert read == [(t, block) for t in range(tokens) for block in range(blocks[t])]
+        assert splits == [sum(split[:t]) for t in range(tokens + 1)]

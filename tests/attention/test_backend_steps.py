@@ -1,0 +1,165 @@
+"""Tests of the attention backend over a sequence of steps, with real pools and ops. The model has one window layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor
+
+from dsv4_sglang.cache import CacheLayout
+from dsv4_sglang.cache.append import LayerWeights
+from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.ops.rope import rope_table
+from dsv4_sglang.srt.attention import backend as backend_module
+from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerInputs
+from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
+from dsv4_sglang.srt.models import layers
+from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
+
+BLOCK, CONTEXT, HEADS = 128, 512, 2
+REQUESTS, SNAPSHOTS, STAGING = 2, 4, 3
+GRAPH_TOKENS = 256
+
+
+class Steps:
+    """A backend and SGLang's tables of two requests, with the calls of SGLang's runners. Request r has state slot r."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+        config = DSV4Config.flash()
+        schedule = [spec for spec in build_schedule(config) if not spec.attn.ratio][:1]
+        layout = CacheLayout.build(config, schedule, torch.device("cpu"), kv_format="fp32", key_format="fp32")
+        slots = StateSlotPool(
+            size=REQUESTS,
+            cache_params=StateParams.of(layout, STAGING, SNAPSHOTS),
+            mamba_layer_ids=[0],
+            device="cpu",
+        )
+        blocks = CompressedKVPool(
+            size=REQUESTS * CONTEXT, page_size=BLOCK, dtype=torch.float32, layout=layout, device="cpu"
+        )
+        pages = 1 + torch.arange(REQUESTS * CONTEXT // BLOCK, dtype=torch.int32).view(REQUESTS, -1)
+        tokens = (pages[:, :, None] * BLOCK + torch.arange(BLOCK, dtype=torch.int32)).flatten(1)
+        self.req_to_token = torch.cat([torch.zeros_like(tokens[:1]), tokens])
+        requests = SimpleNamespace(
+            req_to_token=self.req_to_token,
+            mamba_pool=slots,
+            mamba_ckpt_pool=SimpleNamespace(timer=CopyTimer("cpu")),
+            req_index_to_mamba_index_mapping=torch.arange(REQUESTS + 1, dtype=torch.int32),
+        )
+        runner = SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_config=SimpleNamespace(num_attention_heads=HEADS, index_topk=64), context_len=CONTEXT
+            ),
+            is_draft_worker=False,
+            spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
+            device="cpu",
+            dtype=torch.float32,
+            req_to_token_pool=requests,
+            token_to_kv_pool=CacheKVPool(blocks, slots),
+        )
+        self.backend, self.storage = HybridCacheBackend(runner), slots.storage
+        self.rope = rope_table(CONTEXT, torch.ones(32))
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, batch: SimpleNamespace, tokens: int) -> None:
+        """Run the layer on random inputs, as the model's forward pass does."""
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=self.generator)
+
+        self.backend.begin_recorded()
+        inputs = LayerInputs(LayerWeights(torch.ones(512), self.rope, 1e-6), torch.zeros(HEADS), lambda: None, False)
+        layer = SimpleNamespace(layer_id=0, scaling=1.0)
+        self.backend.forward(
+            random(tokens, HEADS, 512), random(tokens, 1, 512), torch.empty(0), layer, batch, inputs=inputs
+        )
+
+    def prefill_batch(self, prefixes: list[int], chunks: list[int]) -> SimpleNamespace:
+        requests = torch.arange(1, len(chunks) + 1)
+        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(prefixes, chunks)])
+        owner = torch.repeat_interleave(requests, torch.tensor(chunks))
+        return SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(chunks),
+            positions=positions,
+            out_cache_loc=self.req_to_token[owner, positions].long(),
+            req_pool_indices=requests,
+            extend_prefix_lens=torch.tensor(prefixes),
+            extend_seq_lens=torch.tensor(chunks),
+            extend_prefix_lens_cpu=prefixes,
+            extend_seq_lens_cpu=chunks,
+        )
+
+    def prefill(self, prefixes: list[int], chunks: list[int], plan: list[list[tuple[int, int]]], graph: bool) -> None:
+        """Run a prefill step eagerly or as a replay of a graph.
+
+        Args:
+            prefixes: tokens of each request before the step.
+            chunks: tokens of each request in the step.
+            plan: of each request, length and slot of its snapshots.
+            graph: replay a graph, which runs no Python of the backend.
+        """
+        batch = self.prefill_batch(prefixes, chunks)
+        if graph:
+            static = SimpleNamespace(
+                positions=torch.zeros(GRAPH_TOKENS), out_cache_loc=torch.zeros(GRAPH_TOKENS).long()
+            )
+            metadata = self.backend.init_forward_metadata_for_breakable_cuda_graph_capture(static)
+            self.forward(batch, GRAPH_TOKENS)
+            metadata.out_loc[: len(batch.positions)].copy_(batch.out_cache_loc)
+        self.backend.prefill_plan = torch.tensor(plan)
+        if not graph:
+            self.backend.init_forward_metadata(batch)
+            self.forward(batch, len(batch.positions))
+            return
+        self.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(metadata, batch)
+        before = dict(vars(self.backend))
+        self.forward(batch, GRAPH_TOKENS)
+        vars(self.backend).update(before)
+
+    def decode(self, lengths: list[int], snapshots: list[int]) -> None:
+        """Run an eager decode step. `snapshots`: snapshot slot of each request, 0 for none."""
+        requests, lens = torch.arange(1, len(lengths) + 1), torch.tensor(lengths)
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(lengths),
+            seq_lens=lens + 1,
+            req_pool_indices=requests,
+            out_cache_loc=self.req_to_token[requests, lens].long(),
+            mamba_track_mask=torch.tensor(snapshots) > 0,
+            mamba_track_indices=torch.tensor(snapshots),
+        )
+        self.backend.init_forward_metadata(batch)
+        self.forward(batch, len(lengths))
+
+    def ring(self, slot: int) -> Tensor:
+        return self.storage.ring(0)[slot].clone()
+
+    def snapshot(self, slot: int) -> Tensor:
+        return self.storage.snapshot_tables()[0][slot - 1].view(torch.float32).view(BLOCK, 512).clone()
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_prefill_snapshot_is_copied_once(monkeypatch: pytest.MonkeyPatch, graph: bool) -> None:
+    """The second request's snapshot is freed after the step, as that of a duplicate prompt, and the decode step that
+    follows stores the first request's state there."""
+    steps = Steps(monkeypatch)
+    steps.prefill([0, 0], [127, 129], [[(0, 0)], [(BLOCK, 3)]], graph)
+    window = steps.ring(2)[1:]  # the last token of the prompt overwrote position 0
+    assert window.any() and torch.equal(steps.snapshot(3)[1:], window)
+    steps.decode([127, 129], [3, 0])
+    assert torch.equal(steps.snapshot(3), steps.ring(1)), "another request's state"
+
+
+def test_rope_tables_cover_drafts_of_ended_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(max_position_embeddings=CONTEXT)
+    for drafts, positions in ((None, CONTEXT), (4, CONTEXT + 8)):
+        monkeypatch.setattr(
+            runtime_context, "get_spec", lambda drafts=drafts: SimpleNamespace(speculative_num_draft_tokens=drafts)
+        )
+        assert layers._with_room_for_drafts(config).max_position_embeddings == positions

@@ -1,0 +1,157 @@
+"""The Triton kernels compile for each architecture without a GPU, as their host code launches them.
+
+interpreted_kernels.py tests their results.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from support.attention_cases import attend_case, prefill_case
+from support.v41_attention_cases import v41_attend_case, v41_index_case
+
+pytest.importorskip("triton")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from dsv4_sglang.attention import (
+    flashmla_scheduler,
+    sparse_prefill,
+    triton_attend,
+    triton_attend_v41,
+    triton_index_v41,
+    triton_metadata,
+    triton_output,
+    triton_softmax,
+)
+from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
+from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.srt.models import triton_latent
+
+pytestmark = [pytest.mark.full, pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")]
+
+# The shared memory per thread block on sm_80, sm_90 and sm_100, and on sm_86 and sm_89.
+SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+def compile_launch(architecture: int, kernel: JITFunction, *args, grid, warmup, num_warps: int, **constants) -> None:
+    """Compile a launch to machine code instead of running it."""
+    values = dict(zip(kernel.arg_names, args)) | constants
+    constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else mangle_type(values[name])
+        # In serving, addresses are multiples of 16 bytes.
+        if name not in constants and (isinstance(values[name], torch.Tensor) or values[name] % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
+    assert compiled.metadata.shared <= SHARED[architecture], (kernel.__name__, compiled.metadata.shared)
+
+
+def attend(splits: int = 1, **shape) -> None:
+    triton_attend.attend(*attend_case(tokens=2, width=512, **shape).inputs(), splits=splits)
+
+
+def attend_v41(splits: int = 1, **shape) -> None:
+    triton_attend_v41.attend_v41(*v41_attend_case(tokens=2, width=512, **shape).v41_args(), splits=splits)
+
+
+def select_v41(ratio: int) -> None:
+    case = v41_index_case(lens=[(90, 92)], ratio=ratio, top=8)
+    for kept, within in ((case.candidates(3), None), (None, torch.zeros(2, 3).int())):
+        case.select(8, kept, within, triton_index_v41.index_topk_v41)
+
+
+def inverse_rope() -> None:
+    out, positions, rope = torch.zeros(2, 64, 512).bfloat16(), torch.zeros(2).long(), torch.zeros(4, 64)
+    triton_output.inverse_rope(out, positions, rope)
+    triton_output.inverse_rope_and_quantise(out, positions, rope)
+
+
+def sparse(kv_format: KVFormat) -> None:
+    step, lengths, case = prefill_case(ratio=4, kv_format=kv_format, heads=64)
+    kernel = sparse_prefill.SparsePrefillAttention(8)
+    kernel.begin_step(step, lengths)
+    kernel.attend(*case.inputs(), output_is_rotated=True)
+
+
+def decode_metadata(each: int, sees_block: bool, tracks: bool) -> None:
+    buffers = DecodeBuffers(4, 64, "cpu", 136, each, sees_block)
+    track = (torch.ones(2).bool(), torch.ones(2).long()) if tracks else (None, None)
+    triton_metadata.build(buffers, torch.ones(2).long(), -1, *track, 512)
+
+
+def prefill_metadata() -> None:
+    triton_metadata.build_prefill(PrefillBuffers(2048, 32, 64, range(20, 60), "cpu"), 2048, 512)
+
+
+def schedule(entries: bool) -> None:
+    lens = torch.ones(4).int()
+    flashmla_scheduler.build(lens, lens if entries else None, 132, 5)
+
+
+def latent() -> None:
+    triton_latent.norm_and_quantise(torch.zeros(2, 1536).bfloat16(), torch.ones(1536).bfloat16(), 1e-6)
+
+
+def launch_id(value: object) -> str:
+    """Return a test id without addresses, which differ between the processes of xdist."""
+    if not isinstance(value, partial):
+        return getattr(value, "__name__", str(value))
+    return " ".join([value.func.__name__, *map(str, value.args), *(f"{key}={x}" for key, x in value.keywords.items())])
+
+
+FP8, BF16 = KVFormat.FP8, KVFormat.BF16
+
+
+@pytest.mark.parametrize(
+    ("architecture", "launch"),
+    [
+        (80, partial(attend, heads=64, splits=3)),
+        (80, partial(attend, heads=16, kv_format=BF16, per_block=31)),
+        (80, partial(attend, heads=64, q_dtype=torch.float32)),
+        (86, partial(attend, heads=64, kv_format=BF16, splits=3)),
+        (90, partial(attend, heads=64)),
+        (90, partial(attend, heads=128, splits=3)),
+        (90, partial(attend, heads=16, q_dtype=torch.float16, splits=3)),
+        (100, partial(attend, heads=64, splits=3)),
+        (86, partial(attend_v41, heads=16, q_dtype=torch.float32)),
+        (90, partial(attend_v41, heads=64)),
+        (100, partial(attend_v41, heads=64, splits=3)),
+        *((architecture, partial(select_v41, ratio)) for architecture, ratio in ((80, 1), (100, 2))),
+        (90, latent),
+        *((architecture, inverse_rope) for architecture in (90, 100)),
+        *(
+            (architecture, partial(sparse, kv_format))
+            for architecture, kv_format in ((90, FP8), (90, BF16), (100, FP8))
+        ),
+        *(
+            (architecture, partial(decode_metadata, *shape))
+            for architecture in (80, 90)
+            for shape in ((1, False, True), (4, False, False), (7, True, False))
+        ),
+        *((architecture, prefill_metadata) for architecture in (80, 90)),
+        *((architecture, partial(schedule, entries)) for architecture in (90, 100) for entries in (False, True)),
+    ],
+    ids=launch_id,
+)
+def test_compiles(architecture: int, launch: Callable[[], None], monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **given: compile_launch(architecture, *args, **given))
+    monkeypatch.setattr(triton_softmax, "device_limits", lambda device: (SHARED[architecture], 132))
+    monkeypatch.setattr(sparse_prefill, "_sparse_attention", lambda q, *inputs: q)
+    monkeypatch.setattr(triton_index_v41, "_best", lambda orders, top: torch.zeros(len(orders), top).long())
+    launch()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tiles", "least", "most"),
+    [(256, 10, 1, 1), (128, 10, 1, 1), (1, 10, 4, 10), (1, 1, 1, 1), (1, 130, 16, 64)],
+)
+def test_splits_fill_the_gpu_once(tokens: int, tiles: int, least: int, most: int) -> None:
+    assert least <= triton_softmax.split_count(tokens, 1, tiles, processors=132) <= most

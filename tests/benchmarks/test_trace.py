@@ -1,0 +1,190 @@
+"""Tests of trace files, the hits of perfect caches, and trace replay against a server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import agent_trace, trace
+from benchmarks.agent_trace import TraceConfig
+from benchmarks.client import TIERS, Answer
+from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
+
+pytestmark = pytest.mark.full
+
+TINY = TraceConfig(
+    conversations=4, active=2, systems=(512, 1024), turns=(3, 5), tokens=(1_800, 3_000), generate=(4, 8), branching=0.3
+)
+
+
+def one(*ids: int, tokens: int | None = None, session: int = 0) -> Request:
+    return Request(0.0, tokens or HASH_BLOCK * len(ids), 1, ids, session)
+
+
+def written(path: Path, config: TraceConfig) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in agent_trace.requests(config, pause_s=0.01)))
+    return path
+
+
+def test_equal_hash_ids_are_equal_tokens() -> None:
+    whole, part = one(3, 7).prompt(60_000, 0), one(3, 7, tokens=700).prompt(60_000, 0)
+    assert len(whole) == 1024 and part == whole[:700]
+    assert one(9, 7).prompt(60_000, 0)[512:] == whole[512:] and one(9).prompt(60_000, 0) != whole[:512]
+    assert one(3, 7).prompt(60_000, 1) != whole
+    assert min(whole) >= trace.servers.random_prompt(1, 4, 0)[0] and max(whole) < 60_000
+
+
+def test_an_unbounded_cache_finds_the_longest_common_prefix() -> None:
+    """The result equals a comparison of the tokens, for a trace with branches and partial blocks."""
+    config = replace(TINY, turns=(6, 10), tokens=(8_000, 16_000), generate=(300, 900))
+    made = [
+        Request(0.0, line["input_length"], 1, tuple(line["hash_ids"]), 0)
+        for line in agent_trace.requests(config, pause_s=1.0)
+    ]
+    prompts = [request.prompt(60_000, 0) for request in made]
+    expected = [
+        max((_common(prompt[:-1], old) for old in prompts[:number]), default=0) for number, prompt in enumerate(prompts)
+    ]
+    assert perfect_hits(made) == expected and sum(expected) > 0
+    assert any(hit % HASH_BLOCK for hit in expected), "no partial block was hit"
+
+
+def test_last_prompt_token_is_always_computed() -> None:
+    assert perfect_hits([one(1, 2), one(1, 2), one(1, tokens=300)]) == [0, 1023, 299]
+
+
+def _common(a: object, b: object) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))  # type: ignore[call-overload]
+
+
+def _best(requests: list[Request], room: int, number: int = 0, held: frozenset[int] = frozenset()) -> int:
+    """Return the maximum number of blocks that a cache of `room` blocks can hit, by trying all choices of what to
+    keep."""
+    if number == len(requests):
+        return 0
+    ids = requests[number].ids
+    hit = sum(1 for _ in itertools.takewhile(held.__contains__, ids))
+    candidates = held | set(ids)
+    choices = itertools.combinations(sorted(candidates), min(room, len(candidates)))
+    return hit + max(_best(requests, room, number + 1, frozenset(kept)) for kept in choices)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounded_perfect_cache_equals_exhaustive_search(seed: int) -> None:
+    rng = random.Random(seed)
+    paths = [(1, 2), (1, 3), (4,), (1, 2, 5)]
+    # Each prompt ends with a unique id, because its last token is always computed.
+    requests = [one(*rng.choice(paths), 100 + number, session=number) for number in range(6)]
+    for room in (1, 2, 3):
+        assert sum(perfect_hits(requests, room * HASH_BLOCK)) == HASH_BLOCK * _best(requests, room)
+    assert perfect_hits(requests, 10**6) == perfect_hits(requests)
+
+
+def test_computed_tokens_count_after_the_first_token() -> None:
+    same = [one(1, 2, number) for number in (10, 11, 12)]
+    assert perfect_hits(same) == [0, 1024, 1024]
+    assert computed_hits(same, begins=[0.0, 0.5, 1.0], computed=[1.0, 1.5, 2.0]) == [0, 0, 1024]
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "nothing"]
+)
+def test_malformed_line_is_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n' + text + "\n")
+    with pytest.raises(ValueError, match=r"trace.jsonl, line 2: .*expected timestamp"):
+        load(file)
+
+
+def test_agent_trace_has_the_hit_rate_of_agentx(tmp_path: Path) -> None:
+    """The hit rate is AgentX's, 96.8 %, and the same seed gives the same file."""
+    file = written(tmp_path / "agents.jsonl", agent_trace.agents(8, 16, seed=1))
+    made = load(file)
+    assert 0.96 < sum(perfect_hits(made)) / sum(request.tokens for request in made) < 0.985
+    assert file.read_text() == written(tmp_path / "again.jsonl", agent_trace.agents(8, 16, seed=1)).read_text()
+    firsts = [session[0] for session in trace.sessions(made)]
+    assert all(request.delay > 0 for request in made if request not in firsts)
+
+
+class Told:
+    """Client whose requests take 20 ms and which records when each begins and ends."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float]] = []
+
+    def prepared(self, prompt: array[int], count: int) -> Callable[[], Answer]:
+        def send() -> Answer:
+            begin = time.perf_counter()
+            time.sleep(0.02)
+            self.spans.append((begin, time.perf_counter()))
+            return Answer([0] * count, 0, dict.fromkeys(TIERS, 0), 0.01, 0.02)
+
+        return send
+
+
+@pytest.mark.parametrize("loop", ["closed", "open"])
+def test_a_session_waits_for_its_answers_and_pauses(loop: str) -> None:
+    client = Told()
+    requests = [replace(one(number, session=number % 3), delay=0.03 * (number > 2), output=5) for number in range(9)]
+    replayer = trace.Replayer(client, 4_000, cap=2)  # type: ignore[arg-type]
+    pairs = replayer.closed(requests, 2) if loop == "closed" else replayer.open(requests, 2.0)
+    assert len(pairs) == 9 and all(done.output == 2 and done.late >= 0 for _, done in pairs)
+    pause = 0.03 if loop == "closed" else 0.06
+    for session in range(3):
+        begins = [(request.ids[0], done.begin) for request, done in pairs if request.session == session]
+        assert [number for number, _ in begins] == [session, session + 3, session + 6]
+        assert all(b - a >= 0.02 + pause for (_, a), (_, b) in itertools.pairwise(begins))
+    if loop == "closed":
+        starts, ends = [span[0] for span in client.spans], [span[1] for span in client.spans]
+        assert all(sum(a <= t < b for a, b in zip(starts, ends)) <= 2 for t in starts)
+
+
+def test_deadline_stops_requests_and_errors_are_raised() -> None:
+    client = Told()
+    assert trace.Replayer(client, 4_000, deadline=0.0).closed([one(1)], 2) == []  # type: ignore[arg-type]
+    client.prepared = lambda *_: 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        trace.Replayer(client, 4_000).open([one(1), one(2, session=1)], 1.0)  # type: ignore[arg-type]
+
+
+def test_misses_are_counted_by_cause() -> None:
+    """Two concurrent requests share a new prefix. A third one misses 512 tokens for want of a snapshot."""
+
+    def done(begin: float, cached: int) -> trace.Done:
+        return trace.Done(begin, 0.0, 1536, 1, cached, {"device": cached}, 1.0, 1.0, 0.0)
+
+    spans = [done(0.0, 0), done(0.5, 0), done(3.0, 256)]
+    pairs = list(zip([one(1, 2, last) for last in (3, 4, 5)], spans))
+    row = trace.summary(pairs, [512], lost=512.0)
+    assert (row["ideal_tokens"], row["cached_tokens"], row["bounded_ideal_tokens"]) == (2048, 256, {"512": 1024})
+    assert row["missed"]["tokens"] == 1792 and row["missed"]["in_flight"] == 1024
+    assert (row["missed"]["no_snapshot"], row["missed"]["other"]) == (512, 256)
+    assert "no_snapshot" not in trace.summary(pairs, [], lost=None)["missed"]
+
+
+@pytest.mark.server
+def test_a_trace_on_a_server(tmp_path: Path) -> None:
+    """Both loops serve every agent request on a real server and hit at most the ideal."""
+    config = replace(TINY, conversations=2, systems=(512,), turns=(3, 3), tokens=(700, 900))
+    file, out = written(tmp_path / "agents.jsonl", config), tmp_path / "out.jsonl"
+    given = [str(file), "--dry-run", "--closed", "2", "--open", "0.5", "--cap", "2", "--out", str(out)]
+    assert trace.main([*given, "--start-timeout", "400"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["loop"], row["requests"]) for row in rows] == [("closed", len(load(file))), ("open", len(load(file)))]
+    for row in rows:
+        assert 0.7 < row["hit_of_ideal"] <= 1.0  # Up to 127 of 500 tokens lie behind a snapshot.
+        missed = row["missed"]
+        assert missed["tokens"] == missed["in_flight"] + missed["no_snapshot"] + missed["other"]
+        assert row["environment"]["versions"]["sglang"]
+    lines = [json.loads(line) for line in out.with_suffix(".requests.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * len(load(file))
+    # The server may compute the later of two concurrent requests first, so one may hit more than its ideal.
+    assert all(line["total"] >= line["first_token"] > 0 for line in lines)

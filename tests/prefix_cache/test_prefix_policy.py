@@ -1,0 +1,180 @@
+"""Tests of what the eviction policy keeps under memory pressure, with the simulation of `benchmarks/`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.agent_trace import Turn, load
+from benchmarks.prefix_simulation import (
+    BLOCK_BYTES,
+    INTERVAL,
+    LeastRecentlyUsed,
+    Simulation,
+    expected_blind,
+)
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
+from dsv4_sglang.srt.prefix_cache.policy import REMEMBERED, SnapshotRegistry
+
+
+def hits(turns: Iterable[Turn], tokens: int, registry: type[SnapshotRegistry] = SnapshotRegistry) -> float:
+    """Return the fraction of an infinite cache's hits in a pool of `tokens` tokens with enough snapshots."""
+    simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, registry=registry)
+    simulation.run(turns)
+    return simulation.hit_tokens / simulation.ideal_tokens
+
+
+def agents(active: int, visits: int) -> tuple[list[Turn], int]:
+    """Return turns of conversations with random reuse intervals, and the number of live tokens at the end."""
+    turns = load(active, visits, systems=(BLOCK,), tokens=(4_000, 40_000), generate=(8, 64))
+    ends = {turn.conversation: turn.end for turn in turns}
+    return turns, sum(list(ends.values())[-active:])
+
+
+def test_working_set_that_fits_hits() -> None:
+    turns, live = agents(50, 6)
+    assert hits(turns, 3 * live) > 0.975
+
+
+def test_expected_hits_without_foresight() -> None:
+    turns, live = agents(400, 5)
+
+    def expected(tokens: int) -> float:
+        return expected_blind(turns, tokens / BLOCK * BLOCK_BYTES / 1e9, (BLOCK,))["blind"]
+
+    assert expected(live) == 1.0
+    assert expected(0) == expected_blind(turns, 0.0, (BLOCK,))["systems"]
+    assert 0.7 * expected(live // 4) < hits(turns, live // 4) < 1.1 * expected(live // 4)
+
+
+def test_hits_degrade_smoothly_beyond_the_capacity() -> None:
+    """The hit rate is about the fraction that fits, while LRU evicts conversations just before their next turn."""
+    turns, live = agents(400, 5)
+    assert hits(turns, live // 2) > 0.45
+    assert hits(turns, live // 10) > 0.05
+    assert hits(turns, live // 10, LeastRecentlyUsed) < 0.04
+
+
+def test_path_hashes() -> None:
+    """Hashes are equal for equal paths of one name space, whatever follows. From the first differing token on, or after
+    a swap of tokens or blocks, all hashes differ."""
+    tokens = array("q", (7 * i % 1009 for i in range(5 * BLOCK + 3)))
+    hashes = path_hashes(tokens, None)
+    assert len(hashes) == 5 and not len(path_hashes(tokens[: BLOCK - 1], None))
+    assert path_hashes(tokens[: 3 * BLOCK].tolist(), None).tolist() == hashes[:3].tolist()
+    assert not np.intersect1d(path_hashes(tokens, "tenant"), hashes).size
+    for at, other in ((2 * BLOCK, 2 * BLOCK + 1), (BLOCK + 5, 3 * BLOCK + 5)):
+        swapped = tokens[:]
+        swapped[at], swapped[other] = swapped[other], swapped[at]
+        same = path_hashes(swapped, None) == hashes
+        assert same.tolist() == [block < at // BLOCK for block in range(5)]
+    blocks = tokens[BLOCK : 2 * BLOCK] + tokens[:BLOCK] + tokens[2 * BLOCK :]
+    assert not (path_hashes(blocks, None) == hashes).any()
+
+
+def test_new_conversations_replace_ended_ones() -> None:
+    """Repeat the same load with new conversations: the first ones are never reused."""
+    turns, live = agents(150, 5)
+    simulation = Simulation(live // BLOCK, live // 2048, INTERVAL)
+    simulation.run(turns)
+    before = simulation.hit_tokens, simulation.ideal_tokens
+    simulation.run(replace(turn, conversation=turn.conversation + 1000) for turn in turns)
+    assert simulation.hit_tokens - before[0] > 0.85 * (simulation.ideal_tokens - before[1])
+
+
+def test_a_new_mean_interval_counts_as_a_change() -> None:
+    """`mean_interval` orders the branches that were never reused. A caller that caches an order by `changes` must see
+    each new estimate: after a use, a removal, and a ghost hit."""
+    registry = SnapshotRegistry(4)
+
+    def use() -> None:
+        registry.use(1)
+
+    def remove() -> None:
+        registry.remove(2, path_hash=7)
+
+    def return_after_eviction() -> None:
+        registry.ghost_hit([7])
+
+    for slot in (1, 2, 3):
+        registry.add(slot, 128, 0)
+    for step in (use, remove, return_after_eviction):
+        registry.tick()
+        changes, interval = registry.changes, registry.mean_interval
+        step()
+        assert registry.mean_interval != interval and registry.changes > changes, step.__name__
+
+
+def test_the_mean_interval() -> None:
+    """Waits of branch ends per reuse, limited by the mean wait of the reused ones. Only ends of branches count."""
+    registry, decay = SnapshotRegistry(8), 1 - 1 / 256
+
+    def wait(ticks: int) -> None:
+        for _ in range(ticks):
+            registry.tick()
+
+    registry.add(1, 10 * BLOCK, 0)
+    wait(4)
+    assert registry.use(1) == registry.mean_interval == registry.interval[1] == 4
+    wait(2)
+    assert registry.use(1) == 2
+    assert registry.interval[1] == (4 + 2) / 2
+    assert registry.mean_interval == pytest.approx((4 * decay + 2) / (decay + 1))
+    registry.add(2, 20 * BLOCK, 1)
+    registry.add(3, 30 * BLOCK, 1)
+    assert registry.interval[[2, 3]].tolist() == [3, 0], "a continued branch inherits, a fork does not"
+    before = registry.mean_interval
+    wait(100)
+    registry.use(1)
+    assert registry.mean_interval == before, "no end of a branch"
+    registry.remove(3)
+    reused = 4 + (2 - 4) / 32
+    assert registry.mean_interval == 2 * reused, "the limit"
+    for _ in range(3):
+        registry.use(2)
+    waits, uses = ((4 * decay + 2) * decay + 100) * decay + 100, ((decay + 1) * decay) * decay + 1
+    waits, uses = waits * decay * decay, (uses * decay + 1) * decay + 1
+    reused += (100 - reused) / 32
+    reused += (0 - reused) / 32
+    reused += (0 - reused) / 32
+    assert registry.mean_interval == pytest.approx(min(waits / uses, 2 * reused))
+    registry.remove(1)
+    assert registry.mean_interval == pytest.approx(min(waits / uses, 2 * reused)), "no end of a branch either"
+
+
+def test_ghosts_are_counted_once_and_forgotten_oldest_first() -> None:
+    registry = SnapshotRegistry(2)
+    most = REMEMBERED * len(registry.held)
+    for path_hash in range(1, most + 2):
+        registry.add(1, BLOCK, 0)
+        registry.tick()
+        registry.tick()
+        registry.remove(1, path_hash)
+        if path_hash == 2:  # 1 is evicted again and becomes younger than 2
+            registry.add(1, BLOCK, 0)
+            registry.remove(1, 1)
+    now = registry.now
+    assert registry.ghost_hit([2]) == 0, "forgotten"
+    assert registry.ghost_hit([1]) == now - 4
+    assert registry.ghost_hit([999, 4, 5]) == now - 6, "the time since its last use, of the longest path"
+    assert registry.ghost_hit([4]) == 0, "counted already"
+    assert registry.ghost_hit([5]) == now - 8
+    registry.add(1, BLOCK, 0)
+    registry.remove(1)
+    assert registry.ghost_hit([0]) == 0, "no ghost without a hash"
+
+
+def test_most_valuable_snapshots_are_saved_first() -> None:
+    registry = SnapshotRegistry(6)
+    for slot in range(1, 7):
+        registry.add(slot, slot * BLOCK, 0)
+    registry.pending_write[1:6] = True
+    registry.attempted[4] = registry.copied[5] = True
+    assert registry.to_copy() == [3, 2, 1]
+    registry.attempted[2] = True
+    assert registry.to_copy() == [3, 1]

@@ -1,0 +1,295 @@
+"""References in pages and comments exist (sections of the cache mathematics, links, files).
+
+Imports follow the package order.
+"""
+
+import ast
+import json
+import re
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
+SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tests").rglob("*.md"))]
+SPEC = ROOT / "docs" / "design" / "cache_mathematics.md"
+
+NUMBER = r"\d+(?:\.\d+)?"
+# "SPEC 2.1, 2.4 and 3.1 to 3.7".
+CITATION = re.compile(rf"\bSPEC ({NUMBER}(?:(?:, | and | to |, and ){NUMBER}\b)*)")
+HEADING = re.compile(rf"^##+ ({NUMBER})\b", re.MULTILINE)
+FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/[\w./]*)`")
+# Pages of docs/design name modules relative to the package.
+MODULE = re.compile(r"`((?:model|formats|ops|cache|attention|standalone|testing|srt|planner|cli)/[\w./]*)`")
+IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
+PACKAGE_OF_SRT = re.compile(r"dsv4_sglang\.srt\.(\w+)")
+# 7 to 40 hexadecimal digits with at least one decimal digit and one letter.
+COMMIT = re.compile(r"(?<![\w.])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
+CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
+# A command in an indented code block, with its continuation lines.
+COMMAND = re.compile(
+    r"^    (?:(?:[A-Z_]+=\S+ )*(?:dsv4-sglang|python|make|docker|curl|pip|pipx|tools/\S+) (?:.*\\\n)*.*)$", re.MULTILINE
+)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
+
+
+def citations(text: str) -> list[str]:
+    """Return the numbers of cited sections. A citation in a comment may contain a line break."""
+    joined = re.sub(r"\n[ \t]*(?:///?|#|\*)?[ \t]*", " ", text)
+    return [number for match in CITATION.finditer(joined) for number in re.findall(NUMBER, match[1])]
+
+
+def page_name(page: Path) -> str:
+    """Return the test id of a page. Pages of different folders may share a file name."""
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings as GitHub names them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_cited_section_of_the_specification_exists() -> None:
+    known = set(HEADING.findall(SPEC.read_text()))
+    files = [f for f in chain.from_iterable((ROOT / s).rglob("*") for s in SOURCES) if f.suffix in SUFFIXES]
+    cited = {
+        (number, str(file.relative_to(ROOT)))
+        for file in [*files, ROOT / "README.md"]
+        if file != Path(__file__)
+        for number in citations(file.read_text())
+    }
+    assert len(cited) > 50, "the citations are no longer found"
+    assert not sorted(c for c in cited if c[0] not in known)
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the relative links and images of a page whose target or anchor does not exist."""
+    broken = []
+    for match in LINK.finditer(page.read_text()):
+        path, _, anchor = (match[1] or match[2]).partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(path or anchor)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_relative_links_resolve(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_broken_links_and_images_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# A title\n")
+    page = tmp_path / "page.md"
+    sound = '[a](there.md) ![b](there.md) [c](there.md#a-title) [d](https://x/y) <img src="there.md">'
+    page.write_text(
+        f'{sound} [e](gone1) ![f](gone2) <img a="" src="gone3"> <source srcset="gone4"> [g](#gone5) [h](there.md#b)'
+    )
+    assert broken_links(page) == ["gone1", "gone2", "gone3", "gone4", "gone5", "there.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_named_files_exist(page: Path) -> None:
+    text = page.read_text()
+    named = [ROOT / path for path in FILE.findall(text)]
+    if page.parent == SPEC.parent:
+        named += [ROOT / "dsv4_sglang" / path for path in MODULE.findall(text)]
+    assert not [str(path.relative_to(ROOT)) for path in named if not path.exists()]
+
+
+def words(page: Path) -> int:
+    """Return the number of words of a page as `wc -w` counts them."""
+    return len(page.read_text().split())
+
+
+def test_pages_are_short() -> None:
+    assert words(ROOT / "README.md") <= 900
+    assert sum(map(words, (ROOT / "docs").rglob("*.md"))) <= 18_000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_pages_name_no_commits(page: Path) -> None:
+    assert not COMMIT.findall(CODE.sub("", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_cells_of_tables_are_short(page: Path) -> None:
+    """A cell is at most one line, not counting the targets of links."""
+    rows = re.findall(r"^\|(.*)\|$", page.read_text(), re.MULTILINE)
+    cells = [re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in row.split(" | ")]
+    assert not [cell for cell in cells if len(cell) > 120]
+
+
+def test_commands_fit_into_80_columns() -> None:
+    """The four columns of the indentation do not count."""
+    lines = [line for page in PAGES for command in COMMAND.findall(page.read_text()) for line in command.splitlines()]
+    assert len(lines) > 50, "the commands are no longer found"
+    assert not [line for line in lines if len(line) > 84]
+
+
+def test_the_site_has_every_page() -> None:
+    navigation = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+# The main figures as in the benchmark files: page, row, file, filter on the file's rows, field, format.
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
+DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
+FLASH, DP2, ROUNDS = "turns_v4flash_tp2", "serve_v4flash_dp2", "serve_eagle3_v4flash_tp2"
+AGENTS = {"scenario": "trace", "part": "155 conversations"}
+FIGURES = [
+    (README, "tokens in the cache", FLASH, {"measure": TOKENS}, "value", "{:.1f} M"),
+    *(
+        (README, f"decode tokens/s, {n} requests", FLASH, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        for n in (64, 256)
+    ),
+    (README, "decode tokens/s, 1 request", FLASH, {"measure": DECODE, "at": 1}, "value", "{:,.0f}"),
+    (README, "time to first token, 64K prompt", FLASH, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    *(
+        (README, label, FLASH, {"load": f"20000+{load}"}, "first_token_ms", "{:.1f} ms")
+        for label, load in (
+            ("first token of a prefix hit, 200 new tokens", "200x1"),
+            ("first token of 8 such hits at once", "200x8"),
+            ("first token of a hit, 1,000 new tokens", "1000x1"),
+        )
+    ),
+    (RESULTS, "tokens in the cache", FLASH, {"measure": TOKENS}, "value", "{:,.0f}"),
+    *(
+        (RESULTS, f"decode tokens/s, {n} requests", FLASH, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        for n in (16, 64, 256)
+    ),
+    (RESULTS, "agents, 3 GiB, 1.55 M", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
+    (
+        *(RESULTS, "agents, 4.62 M live tokens, 10 times the GPU: hits, % (14.2 and 13.0 GB)"),
+        *("tier_trace", {}, "hit_of_ideal", "{:.1%}"),
+    ),
+    (RESULTS, "DP attention: tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,.0f}"),
+    *((RESULTS, f"speculative round, {n} requests", ROUNDS, {"at": n}, "step_ms", "{:.1f} ms") for n in (16, 64, 256)),
+    *(
+        (RESULTS, f"{new:,} x 1", "turns", {"load": f"20000+{new}x1"}, "first_token_ms", "{:.1f} ms")
+        for new in (20, 200)
+    ),
+]
+
+
+def rows_of(name: str) -> list[dict]:
+    """Return the rows of a result, each with the server's subject."""
+    file = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if file.exists():
+        return json.loads(file.read_text())["rows"]
+    lines = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+    untuned = [line for line in lines if "--swa-full-tokens-ratio" not in line["server"].get("flags", "")]
+    return [line | {"subject": line["server"]["subject"]} for line in untuned]
+
+
+@pytest.mark.parametrize(("page", "label", "name", "wanted", "field", "form"), FIGURES)
+def test_figures_are_those_of_the_results(
+    page: Path, label: str, name: str, wanted: dict, field: str, form: str
+) -> None:
+    cells = []
+    for subjects in (("ours",), ("in-tree", "sglang-best")):
+        rows = [row for row in rows_of(name) if row["subject"] in subjects and wanted.items() <= row.items()]
+        starts = rows if "start" in rows[-1] else rows[-1:]
+        value = fmean(row[field]["p50"] if isinstance(row[field], dict) else row[field] for row in starts)
+        millions = form.endswith(" M")
+        cells.append(form.format(value / 1e6 if millions else value).removesuffix("%"))
+    assert f"| {label} | {cells[0]} | {cells[1]} |" in page.read_text()
+
+
+def test_nothing_reaches_the_cache_without_a_server() -> None:
+    """Only the self-test of `doctor` names `standalone` in an import or a string, so no server loads it."""
+    package = ROOT / "dsv4_sglang"
+    sources = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "standalone"]
+    named = re.compile(r"^\s*(from|import) dsv4_sglang\b.*\bstandalone\b|[\"']dsv4_sglang\.standalone", re.MULTILINE)
+    naming = [str(file.relative_to(ROOT)) for file in sources if named.search(file.read_text())]
+    assert naming == ["dsv4_sglang/testing/selftest.py"]
+
+
+def test_make_test_serves_from_four_files() -> None:
+    """All other files of tests/server have the mark `full`, so that `make test` takes five minutes."""
+    files = (ROOT / "tests" / "server").glob("test_*.py")
+    marks = {file.name: re.search(r"^pytestmark = (\[.*?\]|.*?)$", file.read_text(), re.M | re.S)[1] for file in files}
+    assert all("mark.server" in mark for mark in marks.values())
+    fast = {name for name, mark in marks.items() if "mark.full" not in mark}
+    assert fast == {"test_server_exact.py", "test_server_fp8_prefix.py", "test_server_gpu.py", "test_server_tp.py"}
+
+
+def test_packages_import_in_page_order() -> None:
+    """A package imports only from packages above it in docs/design/architecture.md, which lists them all."""
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    order = re.findall(r"^- `dsv4_sglang/(\w+)`:", page, re.MULTILINE)
+    folders = {folder.name for folder in (ROOT / "dsv4_sglang").iterdir() if list(folder.glob("*.py"))}
+    assert set(order) == folders
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for place, package in enumerate(order)
+        for file in (ROOT / "dsv4_sglang" / package).rglob("*.py")
+        for name in IMPORT.findall(file.read_text())
+        if name in order[place + 1 :]
+    ]
+    assert not wrong
+
+
+def imports_from_below(order: list[str], package: str, source: str) -> list[str]:
+    """Return the packages that a module of `package` imports, or names in a string, although `order` has them later."""
+    later = order[order.index(package) + 1 :]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        found |= {match[1] for name in names if (match := PACKAGE_OF_SRT.match(name))}
+    return sorted(found.intersection(later))
+
+
+def test_srt_packages_import_in_page_order() -> None:
+    """This applies to imports inside functions and for type checking, and to modules that are named in strings."""
+    srt = ROOT / "dsv4_sglang" / "srt"
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    order = re.findall(r"^- `srt/(\w+)`:", page, re.MULTILINE)
+    assert sorted(order) == sorted(folder.name for folder in srt.iterdir() if list(folder.glob("*.py")))
+    wrong = {
+        str(file.relative_to(srt)): found
+        for package in order
+        for file in (srt / package).rglob("*.py")
+        if (found := imports_from_below(order, package, file.read_text()))
+    }
+    assert wrong == {}
+    for line in (
+        "from dsv4_sglang.srt import b",
+        "from dsv4_sglang.srt.b import f",
+        "import dsv4_sglang.srt.b.c as c",
+        "if TYPE_CHECKING:\n    from dsv4_sglang.srt.b.c import D",
+        "def f():\n    from dsv4_sglang.srt.b import c",
+        "MODULE = 'dsv4_sglang.srt.b.c'",
+    ):
+        assert imports_from_below(["a", "b"], "a", line) == ["b"] and not imports_from_below(["b", "a"], "a", line)
+
+
+def test_only_tests_import_tests() -> None:
+    """Imports go one way: from tests to benchmarks to the package."""
+    tests = ROOT / "tests"
+    names = {path.stem for path in tests.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    banned = {"benchmarks": names, "dsv4_sglang": names | {"benchmarks"}}
+    imported = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
+    assert {"reference", "support"} < names
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for folder, forbidden in banned.items()
+        for file in (ROOT / folder).rglob("*.py")
+        for name in imported.findall(file.read_text())
+        if name in forbidden
+    ]
+    assert not wrong

@@ -1,0 +1,67 @@
+"""Short prefill steps of a CPU server executed like GPU graphs, but without graph capture, for server_plugin.py.
+
+Each step makes the calls of SGLang's runner of breakable graphs: the backend's capture once per size, the preparation
+of the replay, and the model's forward pass on inputs padded to the size. As on a GPU, steps with too many tokens or
+requests run eagerly. The plugin's file `sizes` has the graph sizes. The file `steps` receives one line per step: size,
+tokens and requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from support.server_plugin import folder
+
+
+@functools.cache
+def _sizes() -> list[int]:
+    return json.loads((folder() / "sizes").read_text())
+
+
+def _size(batch: Any) -> int | None:
+    """Return the graph size with which a step is replayed; None if it runs eagerly."""
+    from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
+
+    mode = batch.forward_mode
+    if mode.is_idle() or not mode.is_extend_without_speculative() or batch.batch_size > MAX_RECORDED_REQUESTS:
+        return None
+    return next((size for size in _sizes() if size >= batch.positions.shape[0]), None)
+
+
+def _init_metadata(original: Callable[..., None], backend: Any, batch: Any, *rest: Any, **named: Any) -> None:
+    if backend.is_draft or _size(batch) is None:
+        original(backend, batch, *rest, **named)
+
+
+def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any, batch: Any, *rest: Any) -> Any:
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+    from torch.nn.functional import pad
+    from torch.utils._pytree import tree_map
+
+    size, tokens, backend = _size(batch), positions.shape[0], get_attn_backend()
+    if size is None:
+        return original(model, ids, positions, batch, *rest)
+    with (folder() / "steps").open("a") as file:
+        file.write(f"{size} {tokens} {batch.batch_size}\n")
+    ids, positions, out_loc = (pad(x, (0, size - tokens)) for x in (ids, positions, batch.out_cache_loc))
+    graphs = vars(model).setdefault("test_graphs", {})
+    for captured in [size] if graphs else [_sizes()[-1], size]:  # the largest size is captured first
+        static = positions.new_zeros(captured), out_loc.new_zeros(captured)
+        dummy = SimpleNamespace(positions=static[0], out_cache_loc=static[1])
+        graphs.setdefault(captured, backend.init_forward_metadata_for_breakable_cuda_graph_capture(dummy))
+    graphs[size].out_loc.copy_(out_loc)
+    backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(graphs[size], batch)
+    before = dict(vars(backend))
+    out = original(model, ids, positions, batch, *rest)
+    vars(backend).update(before)  # a replay runs no Python of the backend
+    return tree_map(lambda rows: rows[:tokens], out)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "dsv4_sglang.srt.attention.backend.HybridCacheBackend.init_forward_metadata_out_graph": _init_metadata,
+    "dsv4_sglang.srt.models.deepseek_v4.Model.forward": _forward,
+}

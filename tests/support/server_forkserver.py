@@ -1,0 +1,114 @@
+"""CPU servers and tests inside SGLang that are forked from a process that has imported SGLang once.
+
+A server consists of a launcher, schedulers and a detokenizer. Each would import SGLang and torch for 13 s of CPU time.
+
+A forked server otherwise starts as from its command. It has its own process group, environment, arguments and output
+file, and SGLang's `launch_server` is the main program. There are two differences:
+
+- The environment that SGLang reads when it is imported is the same for all servers.
+- A scheduler inherits the plugin from its launcher. test_commands.py tests that a scheduler loads the plugin by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest.mock import patch
+
+from dsv4_sglang.srt.launch.command import Command, cpu_environment
+from support.liveness import wait
+
+IMPORTS = "support.imports_of_servers"
+SETTINGS = {
+    # activate.py sets it before SGLang's model is imported, which is too late here.
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    # Compilation takes more time than it saves here.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+# The environment before the fixtures of any module change it.
+ENVIRONMENT = dict(os.environ)
+
+
+class Forked:
+    """A forked process with the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process, self.pid = process, process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return self.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def start(command: Command, log: Path) -> Forked:
+    """Run a command for a CPU, `python -m MODULE ...`, in a new process group."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([IMPORTS])
+    environment = {**ENVIRONMENT, **cpu_environment(ENVIRONMENT), **SETTINGS}
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[1])
+    with patch.dict(os.environ, environment, clear=True):
+        forkserver.ensure_running()
+    log.write_bytes(b"")
+    _, _, module, *arguments = command.argv
+    process = context.Process(target=_run_module, args=(module, arguments, command.full_environment(), log))
+    process.start()
+    return Forked(process)
+
+
+def run(command: Command, log: Path) -> None:
+    """Run a command to its end. Raise AssertionError with the end of its output unless the exit code is 0."""
+    process = start(command, log)
+    try:
+        code = wait(process, log)
+    finally:
+        # The group may outlive its leader.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, _said(log.read_text(errors="replace"))
+
+
+def _said(text: str) -> str:
+    """Return the end of an output, after pytest's lines on failed tests, which may be earlier in the output."""
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return "\n".join([*failed, text[-8000:]])
+
+
+def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    # Stay in the session of the tests: Linux shares cores between sessions first, and `nice` counts within one.
+    os.setpgid(0, 0)
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # uvicorn passes the number of this file to its workers. The workers of a forked process have only files 0, 1 and 2.
+    os.dup2(sys.stdin.fileno(), 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+    importlib.import_module(IMPORTS)  # already imported before the fork; repeated here to report an import error
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv = [module, *arguments]
+    # SGLang requests spawned processes, which would import everything again.
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[method-assign]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,136 @@
+"""Inputs of `attend_v41` and `index_topk_v41` that cover all corner cases, made on the CPU from a seed. It is the
+counterpart of `attention_cases` for V4.1's tables."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
+from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.ops.reference import read_v41
+from support.attention_cases import GARBAGE, AttendCase, IndexInputs, attend_case, index_inputs
+
+
+class V41AttendCase(AttendCase):
+    """Arguments of `attend_v41`, in order."""
+
+    def v41_args(self, device: torch.device | str = "cpu") -> tuple:
+        return self.args(device)[:-2]
+
+    def expected(self) -> Tensor:
+        return read_v41.attend_v41(*self.v41_args())
+
+
+def v41_table(blocks: int, per_block: int, stored: V41KVFormat, used: Tensor, g: torch.Generator) -> Tensor:
+    """Return random rows where `used`. The other bytes are NaN or the largest numbers, which must not reach the output
+    of an attention kernel. Channels and rows differ by powers of ten."""
+    table = torch.full((blocks, per_block, stored.row_bytes), 0xFF, dtype=torch.uint8)
+    if len(used):
+        values = torch.randn(len(used), 512, generator=g)
+        values[:, 300:310] *= 1e-2
+        values[:, 480:] *= 8
+        values *= 10.0 ** (torch.arange(len(used)) % 4 - 2)[:, None]
+        values[0, :32] = 0
+        KVBuffer(table, stored).write(used, values)
+    return table
+
+
+def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41AttendCase:
+    """Return the lists of `attend_case` over tables in V4.1's formats."""
+    plain = attend_case(per_block=per_block, seed=seed, kv_format=KVFormat.BF16, **given)
+    g = torch.Generator().manual_seed(seed)
+
+    def used(rows: Tensor) -> Tensor:
+        return rows[(rows >= 0) & (rows < GARBAGE)].unique()
+
+    window = v41_table(*plain.window.shape[:2], V41KVFormat.FP8, used(plain.window_indices), g)
+    entries = None
+    if plain.entries is not None:
+        entries = v41_table(*plain.entries.shape[:2], V41KVFormat.FP4, used(plain.entry_indices), g)
+    return V41AttendCase(**vars(replace(plain, window=window, entries=entries)))
+
+
+@dataclass
+class V41IndexCase(IndexInputs):
+    """Arguments of `index_topk_v41` without those for candidates and the output."""
+
+    ratio: int
+    top: int
+
+    @property
+    def visible(self) -> Tensor:
+        return (self.positions + 1) // self.ratio
+
+    @property
+    def query(self) -> Tensor:
+        return read_v41.index_query_v41(self.q, self.positions, self.rope)
+
+    def rows_of(self, request: int) -> Tensor:
+        """Return the table row of every entry that the request can have."""
+        per_block = self.index_keys.shape[1]
+        return (self.block_table[request].long()[:, None] * per_block + torch.arange(per_block)).flatten()
+
+    def keys(self, request: int) -> Tensor:
+        return KVBuffer(self.index_keys, KeyFormat.MXFP4).read(self.rows_of(request))[
+            : int(self.visible[self.token_request == request].max())
+        ]
+
+    def scores(self, t: int) -> Tensor:
+        """Return the scores of the visible entries of a token in float64. They are exact in fp32 in any order."""
+        keys = self.keys(int(self.token_request[t])).double()[: int(self.visible[t])]
+        return ((self.query[t].double() @ keys.T).relu() * self.weights[t].double()[:, None]).sum(0)
+
+    def candidates(self, most: int) -> Tensor:
+        return torch.full((len(self.positions), most), -7, dtype=torch.int32)
+
+    def select(
+        self,
+        size: int,
+        kept: Tensor | None = None,
+        within: Tensor | None = None,
+        op: Callable = torch.ops.dsv4_sglang.index_topk_v41,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Return the rows [tokens, top] that the op selects, and write `kept`."""
+        inputs = [x.to(device) if isinstance(x, Tensor) else x for x in list(vars(self).values())[:-1]]
+        rows = torch.full((len(self.positions), self.top), -7, dtype=torch.int32, device=device)
+        moved = [None if x is None else x.to(device) for x in (kept, within)]
+        op(*inputs, size, *moved, rows)
+        if kept is not None:
+            kept.copy_(moved[0])
+        return rows.cpu()
+
+    def check(self, op: Callable, size: int, most: int, device: torch.device | str = "cpu") -> None:
+        """Check that `op` selects and chooses candidates as the reference."""
+        expected, got = self.candidates(most), self.candidates(most)
+        for kept, within in ((None, None), (expected, None), (None, expected)):
+            other = got if kept is expected else kept
+            assert torch.equal(self.select(size, kept, within), self.select(size, other, within, op, device))
+        assert torch.equal(expected, got)
+
+    def entries(self, size: int, kept: Tensor | None = None, within: Tensor | None = None) -> list[list[int]]:
+        """Return the entries that the op selects for each token."""
+        chosen = []
+        for request, row in zip(self.token_request.tolist(), self.select(size, kept, within).tolist()):
+            number = {row: entry for entry, row in enumerate(self.rows_of(request).tolist())}
+            listed = [number[r] for r in row if r >= 0]
+            assert row[len(listed) :] == [-1] * (len(row) - len(listed)) and listed == sorted(set(listed))
+            chosen.append(listed)
+        return chosen
+
+
+def v41_index_case(
+    *, lens: list[tuple[int, int]], ratio: int, top: int, heads: int = 32, equal: bool = False, seed: int = 0
+) -> V41IndexCase:
+    """Make a case whose scores are exact, because weights are multiples of 1/2. Unseen keys have NaN scales.
+
+    `lens` gives the first and last position + 1 of each request's tokens in the step. With `equal`, there are only
+    seven different keys, so scores tie.
+    """
+    g = torch.Generator().manual_seed(seed)
+    inputs = index_inputs(lens, ratio, KeyFormat.MXFP4, lambda y: y, 7 if equal else 0, heads, g)
+    weights = torch.randint(-2, 5, inputs["q"].shape[:2], generator=g) / 2
+    inputs["q"] = inputs["q"].bfloat16()
+    return V41IndexCase(**inputs, weights=weights, ratio=ratio, top=top)
