@@ -98,6 +98,15 @@ def test_files_are_found_as_a_fetch_finds_them(folder: Path, monkeypatch: pytest
             assert (found.device, found.files) == (cached * BLOCK, stored * BLOCK)
 
 
+def test_files_are_those_of_a_salt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    HostCacheServer(monkeypatch, seed=0, storage="file").serve(PROMPT, salt="a")
+    with pytest.MonkeyPatch.context() as patch:
+        server = HostCacheServer(patch, seed=0, storage="file")
+        files = {salt: find(server.cache, array("q", PROMPT), None, salt, True).files for salt in ("a", "b", None)}
+        assert files == {"a": 5 * BLOCK, "b": 0, None: 0}
+        assert server.prefetch(PROMPT, salt="a") == files["a"]
+
+
 def test_the_search_for_files_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HostCacheServer(monkeypatch, seed=0, storage="file").serve(PROMPT)
     monkeypatch.setattr(cached_places, "STORED_BLOCKS", 4)

@@ -32,9 +32,19 @@ FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
-EVENTS = f"ipc://{tempfile.mkdtemp()}/events"
-FLAGS += ("--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": EVENTS, "format": "dynamo"}))
-SERVERS = {"key": ("--api-key", KEY), "workers": ("--tokenizer-worker-num", "2")}
+FOLDER = tempfile.mkdtemp()
+
+
+def events(name: str) -> tuple[str, str]:
+    """Return the flag with which the server of this name publishes events in its own socket."""
+    config = {"publisher": "zmq", "endpoint": f"ipc://{FOLDER}/{name}", "format": "dynamo"}
+    return "--kv-events-config", json.dumps(config)
+
+
+SERVERS = {
+    "key": ("--api-key", KEY, *events("key")),
+    "workers": ("--tokenizer-worker-num", "2", *events("workers")),
+}
 OPTIONS = {**FP32, "max_snapshots": 12}
 # A connection may reach either worker.
 REPEATS = 8
@@ -65,23 +75,23 @@ def server(router: Any, server: Server, name: str) -> Server:
 def router(name: str) -> Any:
     """A function that returns True once the events of the server predict a number of cached tokens for a prompt and a
     salt. The subscriber listens before the server starts."""
-    events, mirror, decoder = zmq.Context.instance().socket(zmq.SUB), Mirror(), msgspec.msgpack.Decoder(KVEventBatch)
-    events.linger = events.rcvhwm = 0
-    events.connect(EVENTS)
-    events.subscribe("")
+    socket, mirror, decoder = zmq.Context.instance().socket(zmq.SUB), Mirror(), msgspec.msgpack.Decoder(KVEventBatch)
+    socket.linger = socket.rcvhwm = 0
+    socket.connect(f"ipc://{FOLDER}/{name}")
+    socket.subscribe("")
 
     def predicts(ids: list[int], salt: str | None, cached: int) -> bool:
         begin = time.monotonic()
         while time.monotonic() - begin < STUCK_SECONDS:
-            while events.poll(100):
-                *_, payload = events.recv_multipart()
+            while socket.poll(100):
+                *_, payload = socket.recv_multipart()
                 mirror.apply(decoder.decode(payload).events)
             if mirror.found(ids, salt) == cached:
                 return True
         return False
 
     yield predicts
-    events.close()
+    socket.close()
 
 
 def look_up(server: Server, ids: list[int] | None = None, **fields: Any) -> dict[str, int]:

@@ -472,9 +472,9 @@ class HostCacheServer(BlockOwner):
         self._let_go(request)
         return request
 
-    def prefetch(self, tokens: list[int], tenant: str | None = None) -> int:
+    def prefetch(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> int:
         """Fetch a prompt until the policy ends the fetch. Return the number of tokens from the storage."""
-        request = self.begin_prefetch(tokens, tenant=tenant)
+        request = self.begin_prefetch(tokens, tenant=tenant, salt=salt)
         while not self.cache.check_prefetch_progress(request):
             self.cache.check_hicache_events()
             if not self.streams.run_some(1):
@@ -483,14 +483,18 @@ class HostCacheServer(BlockOwner):
         self.settle()
         return self.cache.pop_prefetch_loaded_tokens(request)
 
-    def begin_prefetch(self, tokens: Sequence[int], name: str = "prefetched", tenant: str | None = None) -> Any:
+    def begin_prefetch(
+        self, tokens: Sequence[int], name: str = "prefetched", tenant: str | None = None, salt: str | None = None
+    ) -> Any:
         """Begin a fetch as Scheduler._prefetch_kvcache does. Return the request's name in the cache."""
-        cache, key = self.cache, RadixKey(array("q", tokens), tenant, limit=len(tokens) - 1)
+        cache = self.cache
+        key = RadixKey(array("q", tokens), tenant, limit=len(tokens) - 1, cache_salt=salt)
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
         request = CacheRequestHandle(name, 0)
-        cache.prefetch_from_storage(request, node, rest, cache.get_last_hash_value(node), extra_key=tenant)
+        last = cache.get_last_hash_value(node)
+        cache.prefetch_from_storage(request, node, rest, last, extra_key=tenant, cache_salt=salt)
         return request
 
     def _look_up(self, request: Request) -> None:
