@@ -131,8 +131,8 @@ def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKern
         out_loc=torch.zeros_like(positions),
         req_to_token=(order[:, None] * BLOCK + torch.arange(BLOCK, device=device, dtype=torch.int32)).view(1, -1),
         state_slot_of_request=request + 1,
-        track_slots=None,
-        track_lens=None,
+        staging_slots=None,
+        snapshot_lens=None,
         top_k=case.top_k,
         max_length=case.context,
     )

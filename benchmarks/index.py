@@ -116,7 +116,7 @@ class Ours(Tensors):
     """Inputs of `index_topk` and its scratch: scores of the tokens that are handled at a time."""
 
     def __init__(self, load: Load, top_k: int, device: torch.device, layers: int) -> None:
-        from dsv4_sglang.srt.attention.backend import SCRATCH_BYTES
+        from dsv4_sglang.srt.attention.step_scratch import SCRATCH_BYTES
 
         super().__init__(load, device, layers)
         self.block_table = page_table(load, KEYS_A_BLOCK, device)

@@ -33,7 +33,7 @@ from benchmarks import append, command_line, report, timing
 from benchmarks.append_ours import ops_for
 from benchmarks.move_in_tree import InTree, compile_kernels, pieces_of
 from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema
-from dsv4_sglang.cache.host_pool import HostMemory, cpus_in, cpus_near, running_on
+from dsv4_sglang.cache.host_memory import HostMemory, cpus_in, cpus_near, running_on
 from dsv4_sglang.model import DSV4Config, build_schedule
 
 RUNS = (1, 2, 8, 64)

@@ -20,10 +20,12 @@ import numpy as np
 
 from benchmarks import command_line, report
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from benchmarks.prefix_tree import FreeList, Node, PrefixTree
+from benchmarks.prefix_tree import Node, PrefixTree
+from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
@@ -60,10 +62,10 @@ class Simulation:
         interval: int,
         *,
         concurrency: int = CONCURRENCY,
-        registry: type[SnapshotRegistry] = SnapshotRegistry,
+        policy: type[EvictionPolicy] = EvictionPolicy,
     ) -> None:
-        self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots))
-        self.tree.registry = registry(snapshots)
+        self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots, first=1))
+        self.tree.registry = SnapshotRegistry(snapshots, policy=policy)
         self.interval, self.concurrency = interval, concurrency
         self.running: deque[Running] = deque()
         self._keys: dict[tuple[int, int], np.ndarray] = {}
@@ -129,7 +131,7 @@ class Simulation:
     def _finish(self, request: Running) -> None:
         tree = self.tree
         end = tree.insert(request.node, request.keys, request.blocks, request.pending)
-        tree.block_pool.free(request.blocks[end.end :])
+        tree.block_pool.give_back(request.blocks[end.end :].tolist())
         tree.unlock(request.node)
 
 
@@ -142,7 +144,7 @@ def path_blocks(node: Node) -> np.ndarray:
     return np.concatenate(parts[::-1])
 
 
-class LeastRecentlyUsed(SnapshotRegistry):
+class LeastRecentlyUsed(EvictionPolicy):
     """Baseline: all snapshots have the same value, only their age counts."""
 
     def _interval(self, number: int) -> float:
@@ -160,7 +162,7 @@ def simulate(
     gigabytes: float,
     share: float = SHARE,
     interval: int = INTERVAL,
-    registry: type[SnapshotRegistry] = SnapshotRegistry,
+    policy: type[EvictionPolicy] = EvictionPolicy,
 ) -> dict[str, float]:
     """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
 
@@ -169,11 +171,11 @@ def simulate(
         gigabytes: memory of the cache in GB.
         share: share of the memory for snapshots; the rest holds blocks.
         interval: tokens between the snapshots of long prefills.
-        registry: eviction policy.
+        policy: eviction policy.
     """
     memory = gigabytes * 1e9
     simulation = Simulation(
-        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES), interval, registry=registry
+        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES), interval, policy=policy
     )
     begin = time.perf_counter()
     simulation.run(turns)
@@ -182,7 +184,7 @@ def simulate(
         "gigabytes": gigabytes,
         "share": share,
         "interval": interval,
-        "policy": "lru" if registry is LeastRecentlyUsed else "ours",
+        "policy": "lru" if policy is LeastRecentlyUsed else "ours",
         "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
         "lost": round(simulation.lost_tokens / simulation.ideal_tokens, 4),
         "rejected": simulation.rejected,
@@ -196,8 +198,8 @@ def study_memory() -> Iterator[Row]:
     for active in (10, 100, 1000, 10_000):
         turns = list(trace(TraceConfig(conversations=max(active, min(6 * active, 1500)), active=active)))
         for factor in (0.125, 0.25, 0.5, 1.0, 2.0):
-            for registry in (SnapshotRegistry, LeastRecentlyUsed):
-                yield {"active": active, **simulate(turns, factor * active / 10, registry=registry)}
+            for policy in (EvictionPolicy, LeastRecentlyUsed):
+                yield {"active": active, **simulate(turns, factor * active / 10, policy=policy)}
 
 
 def study_interval() -> Iterator[Row]:
@@ -219,8 +221,8 @@ def study_share() -> Iterator[Row]:
 def study_loop() -> Iterator[Row]:
     """Visit conversations of 20,000 tokens in round-robin order, six times. About 250 of them fit."""
     for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
-        for registry in (SnapshotRegistry, LeastRecentlyUsed):
-            yield {"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, registry=registry)}
+        for policy in (EvictionPolicy, LeastRecentlyUsed):
+            yield {"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, policy=policy)}
 
 
 def study_loads() -> Iterator[Row]:
@@ -228,8 +230,8 @@ def study_loads() -> Iterator[Row]:
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
         expected = expected_blind(turns, LOAD_GIGABYTES, TraceConfig.systems)
-        for registry in (SnapshotRegistry, LeastRecentlyUsed):
-            row = simulate(turns, LOAD_GIGABYTES, registry=registry)
+        for policy in (EvictionPolicy, LeastRecentlyUsed):
+            row = simulate(turns, LOAD_GIGABYTES, policy=policy)
             yield {"active": active, "visits": visits, **row, **expected}
 
 

@@ -10,33 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
-
-
-class FreeList:
-    """Pool of the ids 1..size with the interface of SGLang's allocators. `alloc` returns None if too few ids are
-    free."""
-
-    def __init__(self, size: int) -> None:
-        self.size = self._top = size
-        self._free = np.arange(size, 0, -1, dtype=np.int64)
-
-    def available_size(self) -> int:
-        return self._top
-
-    def alloc(self, need_size: int) -> np.ndarray | None:
-        if need_size > self._top:
-            return None
-        self._top -= need_size
-        return self._free[self._top : self._top + need_size].copy()
-
-    def free(self, ids: np.ndarray) -> None:
-        if self._top + len(ids) > self.size:
-            raise ValueError(f"{len(ids)} ids given back, {self.size - self._top} of {self.size} are out")
-        self._free[self._top : self._top + len(ids)] = ids
-        self._top += len(ids)
+from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 
 
 class Node:
@@ -73,7 +50,7 @@ class PrefixTree:
 
     def __init__(self, blocks: FreeList, snapshots: FreeList) -> None:
         self.block_pool, self.snapshot_pool = blocks, snapshots
-        self.registry = SnapshotRegistry(snapshots.size)
+        self.registry = SnapshotRegistry(snapshots.available)
         empty = np.empty(0, dtype=np.int64)
         self.root = Node(None, 0, empty, empty)
         self._valueless: dict[Node, None] = {}
@@ -138,7 +115,7 @@ class PrefixTree:
         for length, slot in snapshots:
             node = self._extend(node, keys[:length], blocks)
             if node.snapshot:
-                self.snapshot_pool.free(np.array([slot]))
+                self.snapshot_pool.give_back([slot])
             else:
                 node.snapshot = slot
                 self._holder[slot] = node
@@ -161,7 +138,7 @@ class PrefixTree:
             if common < len(child.keys):
                 child = self._split(child, common)
             mine = blocks[depth : child.end]
-            self.block_pool.free(mine[mine != child.blocks])
+            self.block_pool.give_back(mine[mine != child.blocks].tolist())
             blocks[depth : child.end] = child.blocks
             node = child
         return node
@@ -213,42 +190,43 @@ class PrefixTree:
     def take_blocks(self, count: int) -> np.ndarray | None:
         """Allocate blocks for a request and evict those with the lowest value. Return None if too many blocks are
         locked."""
-        while self.block_pool.available_size() < count and self._evict_leaf():
+        while self.block_pool.available < count and self._evict_leaf():
             pass
-        return self.block_pool.alloc(count)
+        taken = self.block_pool.take(count)
+        return None if taken is None else np.array(taken, dtype=np.int64)
 
     def take_snapshot(self, *, needed: bool = True, saves: int = 0) -> int:
         """Allocate a snapshot slot. Evict the snapshot with the lowest value if no slot is free.
 
-        Return 0 if no snapshot may be evicted (see `SnapshotRegistry.lowest_value`).
+        Return 0 if no snapshot may be evicted (see `EvictionPolicy.lowest_value`).
         """
-        if not self.snapshot_pool.available_size():
-            slot = self.registry.lowest_value(needed=needed, saves=saves)
+        if not self.snapshot_pool.available:
+            slot = self.registry.policy.lowest_value(needed=needed, saves=saves)
             if not slot:
                 return 0
             self._drop(self._holder[slot])
-        taken = self.snapshot_pool.alloc(1)
+        taken = self.snapshot_pool.take(1)
         assert taken is not None
-        return int(taken[0])
+        return taken[0]
 
     def _drop(self, node: Node) -> None:
         """Free a node's snapshot. Its blocks stay until they are evicted."""
         slot, node.snapshot = node.snapshot, 0
         del self._holder[slot]
         self.registry.remove(slot, int(node.keys[-1]))
-        self.snapshot_pool.free(np.array([slot]))
+        self.snapshot_pool.give_back([slot])
         self._refresh(node)
 
     def _evict_leaf(self) -> bool:
         node = next(iter(self._valueless), None)
         if node is None:
-            slot = self.registry.next_leaf()
+            slot = self.registry.policy.next_leaf()
             if not slot:
                 return False
             node = self._holder[slot]
             self._drop(node)
         self._valueless.pop(node, None)
-        self.block_pool.free(node.blocks)
+        self.block_pool.give_back(node.blocks.tolist())
         assert node.parent is not None and not node.children
         del node.parent.children[int(node.keys[0])]
         self._refresh(node.parent)
@@ -258,7 +236,7 @@ class PrefixTree:
         """Update the node's entries in the eviction order: is it an evictable leaf, and does it have a snapshot?"""
         leaf = node is not self.root and not node.children and not node.locks
         if node.snapshot:
-            self.registry.at_leaf(node.snapshot, leaf)
+            self.registry.policy.at_leaf(node.snapshot, leaf)
         if leaf and not node.snapshot:
             self._valueless[node] = None
         else:

@@ -74,8 +74,8 @@ class Ours:
             self.buffers,
             seq_lens=b.seq_lens,
             out_loc=b.out_cache_loc,
-            track_mask=self.mask,
-            track_slots=self.track,
+            snapshot_mask=self.mask,
+            snapshot_slots=self.track,
             top_k=TOP_K,
         )
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks import append, command_line, report, timing
 from benchmarks.append_ours import ops_for
 from benchmarks.move import from_idle
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool
+from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage

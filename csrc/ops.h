@@ -14,7 +14,7 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
             std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
             std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t kv_format,
             int64_t key_format, Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request,
-            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> compressor_state,
+            Tensor out_loc, std::optional<Tensor> staging_slots, Tensor ring, std::optional<Tensor> compressor_state,
             std::optional<Tensor> entries, std::optional<Tensor> index_keys, std::optional<Tensor> window,
             std::optional<Tensor> swa_pos, std::optional<Tensor> swa_head, std::optional<Tensor> tail_len);
 
@@ -23,7 +23,7 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
 
 void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
                 Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
-                Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring,
+                Tensor token_request, Tensor out_loc, std::optional<Tensor> staging_slots, Tensor ring,
                 std::optional<Tensor> compressor_state, std::optional<Tensor> entries, std::optional<Tensor> latents,
                 std::optional<Tensor> window);
 

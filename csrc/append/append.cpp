@@ -26,7 +26,7 @@ bool is_recorded(cudaStream_t stream) {
 /// Checks and stores the projections, weights and batch of any layer.
 void take_step(const AppendChecker& check, AppendParams& p, const Tensor& kv, const Tensor& kv_norm, const Tensor& rope,
                const Tensor& slots, const Tensor& prefix_lens, const Tensor& query_start, const Tensor& token_request,
-               const Tensor& out_loc, const std::optional<Tensor>& track_slots) {
+               const Tensor& out_loc, const std::optional<Tensor>& staging_slots) {
   check.projection("kv", kv, {kBFloat, kFloat}, p.tokens, kEntryDim);
   p.kv = kv.data_ptr(), p.kv_stride = kv.stride(0), p.kv_bf16 = is_bf16(kv);
   check.weight("kv_norm", kv_norm, {kBFloat, kFloat}, {kEntryDim});
@@ -42,8 +42,8 @@ void take_step(const AppendChecker& check, AppendParams& p, const Tensor& kv, co
   p.slots = data<int32_t>(slots), p.prefix_lens = data<int32_t>(prefix_lens);
   p.query_start = data<int32_t>(query_start), p.token_request = data<int32_t>(token_request);
   p.out_loc = data<int64_t>(out_loc);
-  if (track_slots) check.vector("track_slots", *track_slots, kInt, p.tokens);
-  p.track_slots = data<int32_t>(track_slots);
+  if (staging_slots) check.vector("staging_slots", *staging_slots, kInt, p.tokens);
+  p.staging_slots = data<int32_t>(staging_slots);
 }
 
 /// Checks and stores the window ring, the workspace of a prefill step and the position tables.
@@ -161,7 +161,7 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
             std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
             std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t kv_format,
             int64_t key_format, Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request,
-            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> compressor_state,
+            Tensor out_loc, std::optional<Tensor> staging_slots, Tensor ring, std::optional<Tensor> compressor_state,
             std::optional<Tensor> entries, std::optional<Tensor> index_keys, std::optional<Tensor> window,
             std::optional<Tensor> swa_pos, std::optional<Tensor> swa_head, std::optional<Tensor> tail_len) {
   if (!kv.is_cuda() || kv.dim() != 2) fail("append: kv is ", describe(kv), "; expected [tokens, 512] on a CUDA device");
@@ -174,7 +174,7 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
 
   AppendParams p{};
   p.eps = float(eps), p.tokens = int(tokens), p.requests = int(requests);
-  take_step(check, p, kv, kv_norm, rope, slots, prefix_lens, query_start, token_request, out_loc, track_slots);
+  take_step(check, p, kv, kv_norm, rope, slots, prefix_lens, query_start, token_request, out_loc, staging_slots);
   take_window(check, p, rows, std::max<int64_t>(rope.size(0), 1), ring, window, swa_pos, swa_head, tail_len);
   LayerKind kind = LayerKind::kSwa;
   if (ratio)

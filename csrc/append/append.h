@@ -25,7 +25,7 @@ struct AppendParams {
   // Batch.
   const int32_t *slots, *prefix_lens, *query_start, *token_request;
   const int64_t* out_loc;
-  const int32_t* track_slots;  // or null
+  const int32_t* staging_slots;  // or null
   int tokens, requests;
   // Written.
   KVBuffer ring, entries, window;

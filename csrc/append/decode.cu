@@ -67,7 +67,7 @@ __device__ __forceinline__ void prefetch(const float* from, unsigned bytes) {
 template <LayerKind kind, bool drafts>
 __device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scratch, const Token& token, int thread) {
   const int position = token.position, format = p.ring.format;
-  const int track = p.track_slots ? p.track_slots[token.input] : -1;
+  const int track = p.staging_slots ? p.staging_slots[token.input] : -1;
   QuadFinish finish;
   finish.load(p, p.kv_norm, p.kv_norm_bf16, position, thread);
   const RowAddress row = ring_row(p, token.slot, position);

@@ -58,7 +58,7 @@ __device__ void write_window_entries(const AppendParams& p, int first, int lane)
   for (int i = 0; i < n; ++i) {
     const int token = min(first + i, p.tokens - 1);
     b[i] = p.token_request[token];
-    track[i] = p.track_slots ? p.track_slots[token] : -1;
+    track[i] = p.staging_slots ? p.staging_slots[token] : -1;
     load_row(kv_row(p, token), p.kv_bf16, lane, x[i]);
   }
 #pragma unroll

@@ -99,7 +99,7 @@ void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t 
 
 void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
                 Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
-                Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring,
+                Tensor token_request, Tensor out_loc, std::optional<Tensor> staging_slots, Tensor ring,
                 std::optional<Tensor> compressor_state, std::optional<Tensor> entries, std::optional<Tensor> latents,
                 std::optional<Tensor> window) {
   AppendV41Params p{};
@@ -107,8 +107,8 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
                                           prefix_lens, query_start, token_request, out_loc);
   const int64_t tokens = kv.size(0);
   if (ratio < 0 || ratio > 2) check.fail("ratio is ", ratio, "; expected 0, 1 or 2");
-  if (track_slots) check.vector("track_slots", *track_slots, kInt, tokens);
-  p.track_slots = data<int32_t>(track_slots);
+  if (staging_slots) check.vector("staging_slots", *staging_slots, kInt, tokens);
+  p.staging_slots = data<int32_t>(staging_slots);
   constexpr int64_t row_bytes = kV41RowBytes + kV41RowScales;
   p.ring = v41_table(check, "ring", ring, kAny, kAny, row_bytes);
   if (ring.size(1) < kWindow) {

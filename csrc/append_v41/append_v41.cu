@@ -112,8 +112,8 @@ __device__ void write_row(const AppendV41Params& p, const Request& request, int 
   float4 x = load_quad(kv, true, thread);
   x = normalise(x, load_quad(p.norm, p.norm_bf16, thread), p.eps, scratch, kRowBarrier, thread);
   const PackedRowQuad packed(rotate(x, p.rope, position, thread));
-  if (p.track_slots && p.track_slots[token] >= 0) {
-    packed.store(ring_address(p, p.track_slots[token], position), thread);
+  if (p.staging_slots && p.staging_slots[token] >= 0) {
+    packed.store(ring_address(p, p.staging_slots[token], position), thread);
   }
   const V41Address row = ring_address(p, request.slot, position);
   if (p.window.base) {

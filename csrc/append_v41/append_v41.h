@@ -40,7 +40,7 @@ struct AppendV41Params : V41Inputs {
   int64_t compressor_stride;
   const void* latent_norm;
   bool latent_norm_bf16;
-  const int32_t* track_slots;  // or null
+  const int32_t* staging_slots;  // or null
   // Written.
   V41Table ring, window, entries;  // window.base: null in a decode step
   float* compressor_state;

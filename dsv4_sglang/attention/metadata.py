@@ -54,8 +54,8 @@ def _fill_decode(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
     length_offset: int,
-    track_mask: Tensor | None,
-    track_slots: Tensor | None,
+    snapshot_mask: Tensor | None,
+    snapshot_slots: Tensor | None,
     top_k: int,
 ) -> None:
     """Fill the buffers of `build_decode` with PyTorch ops."""
@@ -79,10 +79,10 @@ def _fill_decode(
     if per_request > 1:
         visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
         buffers.hca_indices[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_indices[:t]))
-    if track_mask is not None and track_slots is not None:
-        due = track_mask & real
+    if snapshot_mask is not None and snapshot_slots is not None:
+        due = snapshot_mask & real
         buffers.copy_src[:n].copy_(state_slots.masked_fill(~due, -1))
-        buffers.copy_dst[:n].copy_(track_slots.masked_fill(~due, -1))
+        buffers.copy_dst[:n].copy_(snapshot_slots.masked_fill(~due, -1))
 
 
 def build_decode(
@@ -90,8 +90,8 @@ def build_decode(
     *,
     seq_lens: Tensor,
     out_loc: Tensor,
-    track_mask: Tensor | None,
-    track_slots: Tensor | None,
+    snapshot_mask: Tensor | None,
+    snapshot_slots: Tensor | None,
     top_k: int,
     length_offset: int = -1,
 ) -> StepMetadata:
@@ -105,8 +105,8 @@ def build_decode(
         buffers: receives the metadata.
         seq_lens: [B], lengths of the requests.
         out_loc: int64 [T], pool slot of each token.
-        track_mask: bool [B], True for requests that end a snapshot interval with this token.
-        track_slots: [B], state slots of these snapshots.
+        snapshot_mask: bool [B], True for requests that end a snapshot interval with this token.
+        snapshot_slots: [B], slots of these snapshots.
         top_k: entries that a token selects in a CSA layer.
         length_offset: a request has seq_lens + length_offset tokens before the step; -1 if `seq_lens` counts the new
             token.
@@ -114,11 +114,11 @@ def build_decode(
     if seq_lens.is_cuda:
         from dsv4_sglang.attention import triton_metadata
 
-        triton_metadata.build(buffers, seq_lens, length_offset, track_mask, track_slots, top_k)
+        triton_metadata.build(buffers, seq_lens, length_offset, snapshot_mask, snapshot_slots, top_k)
     else:
-        _fill_decode(buffers, seq_lens, length_offset, track_mask, track_slots, top_k)
-    tracks = track_mask is not None and track_slots is not None
-    return step_of(buffers, seq_lens.shape[0], out_loc, tracks)
+        _fill_decode(buffers, seq_lens, length_offset, snapshot_mask, snapshot_slots, top_k)
+    takes_snapshots = snapshot_mask is not None and snapshot_slots is not None
+    return step_of(buffers, seq_lens.shape[0], out_loc, takes_snapshots)
 
 
 def _step_in(
@@ -137,17 +137,17 @@ def _step_in(
     )
 
 
-def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = False) -> StepMetadata:
+def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, takes_snapshots: bool = False) -> StepMetadata:
     """Return the metadata of a decode step in `buffers`, as written by `build_decode` or by a graph replay.
 
     Args:
         buffers: written by `build_decode`.
         n: number of requests.
         out_loc: int64 [T], pool slot of each token.
-        tracks: the step takes snapshots.
+        takes_snapshots: the step takes snapshots.
     """
-    copies = {"copy_src": buffers.copy_src[:n], "copy_dst": buffers.copy_dst[:n]} if tracks else {}
-    return _step_in(buffers, n, n * buffers.tokens_per_request, out_loc, track_slots=None, **copies)
+    copies = {"copy_src": buffers.copy_src[:n], "copy_dst": buffers.copy_dst[:n]} if takes_snapshots else {}
+    return _step_in(buffers, n, n * buffers.tokens_per_request, out_loc, staging_slots=None, **copies)
 
 
 def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
@@ -172,7 +172,9 @@ def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -
     for name in PER_TOKEN:
         getattr(buffers, name)[:tokens].copy_(getattr(step, name))
     buffers.hca_indices[:tokens].copy_(buffers.block_table[owner])
-    buffers.token_track[:tokens].copy_(_token_tracks(buffers.track_slots, buffers.track_lens, owner, positions))
+    buffers.token_staging_slots[:tokens].copy_(
+        _token_staging_slots(buffers.staging_slots, buffers.snapshot_lens, owner, positions)
+    )
 
 
 def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
@@ -204,8 +206,8 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
     """
     requests = buffers.requests + 1
     window_size = prefill_window_size(tokens, requests)
-    track_slots = buffers.token_track[:tokens]
-    return _step_in(buffers, requests, tokens, out_loc, track_slots=track_slots, window_size=window_size)
+    staging_slots = buffers.token_staging_slots[:tokens]
+    return _step_in(buffers, requests, tokens, out_loc, staging_slots=staging_slots, window_size=window_size)
 
 
 def _starts(chunk_lens: Tensor) -> Tensor:
@@ -221,19 +223,19 @@ def _owners(chunk_lens: Tensor, tokens: int) -> Tensor:
     return torch.repeat_interleave(requests, chunk_lens, output_size=tokens)
 
 
-def _token_tracks(track_slots: Tensor, track_lens: Tensor, owner: Tensor, positions: Tensor) -> Tensor:
-    """Return int32 [T], the state slot of the snapshot that holds each token's window entry, -1 for none.
+def _token_staging_slots(staging_slots: Tensor, snapshot_lens: Tensor, owner: Tensor, positions: Tensor) -> Tensor:
+    """Return int32 [T], the staging slot of the snapshot that holds each token's window entry, -1 for none.
 
     A snapshot of length L, a multiple of 128, holds the positions [L - 128, L).
 
     Args:
-        track_slots: [B, K], state slots of the snapshots, -1 for none.
-        track_lens: [B, K], their lengths.
+        staging_slots: [B, K], staging slots of the snapshots, -1 for none.
+        snapshot_lens: [B, K], their lengths.
         owner: [T], request of each token.
         positions: [T], position of each token.
     """
-    holds = track_lens[owner.long()] // BLOCK == (positions // BLOCK + 1)[:, None]
-    return torch.where(holds, track_slots[owner.long()], -1).amax(1).to(torch.int32)
+    holds = snapshot_lens[owner.long()] // BLOCK == (positions // BLOCK + 1)[:, None]
+    return torch.where(holds, staging_slots[owner.long()], -1).amax(1).to(torch.int32)
 
 
 def build_prefill(
@@ -245,8 +247,8 @@ def build_prefill(
     out_loc: Tensor,
     req_to_token: Tensor,
     state_slot_of_request: Tensor,
-    track_slots: Tensor | None,
-    track_lens: Tensor | None,
+    staging_slots: Tensor | None,
+    snapshot_lens: Tensor | None,
     top_k: int,
     max_length: int,
     padding: int = 0,
@@ -263,9 +265,9 @@ def build_prefill(
         out_loc: int64 [T], pool slot of each token.
         req_to_token: SGLang's table of pool slots by request.
         state_slot_of_request: state slots by request.
-        track_slots: [B, K], state slots of the snapshots to take, -1 for none.
-        track_lens: [B, K], lengths of these snapshots, multiples of 128. A snapshot holds the window entries of
-            positions [track_lens - 128, track_lens), which must all be in this chunk.
+        staging_slots: [B, K], state slots that hold the snapshots until the end of the step, -1 for none.
+        snapshot_lens: [B, K], lengths of these snapshots, multiples of 128. A snapshot holds the window entries of
+            positions [snapshot_lens - 128, snapshot_lens), which must all be in this chunk.
         top_k: entries that a token selects in a CSA layer.
         max_length: length of the longest request after the step.
         padding: number of padding tokens at the end of `positions`. They belong to one more request, which is SGLang's
@@ -274,8 +276,8 @@ def build_prefill(
     if padding:
         req_pool_indices, prefix_lens = pad(req_pool_indices, (0, 1)), pad(prefix_lens, (0, 1))
         chunk_lens = pad(chunk_lens, (0, 1), value=padding)
-        if track_slots is not None and track_lens is not None:
-            track_slots, track_lens = pad(track_slots, (0, 0, 0, 1), value=-1), pad(track_lens, (0, 0, 0, 1))
+        if staging_slots is not None and snapshot_lens is not None:
+            staging_slots, snapshot_lens = pad(staging_slots, (0, 0, 0, 1), value=-1), pad(snapshot_lens, (0, 0, 0, 1))
     tokens, requests = positions.shape[0], req_pool_indices.shape[0]
     chunk_lens, prefix_lens = chunk_lens.to(torch.int32), prefix_lens.to(torch.int32)
     token_request = _owners(chunk_lens, tokens)
@@ -283,9 +285,9 @@ def build_prefill(
     first_slots = req_to_token[:, : width * BLOCK : BLOCK]
     block_table = torch.zeros((requests, width), dtype=torch.int32, device=positions.device)
     block_table[:, : first_slots.shape[1]] = first_slots[req_pool_indices] // BLOCK
-    token_track = None
-    if track_slots is not None and track_lens is not None:
-        token_track = _token_tracks(track_slots, track_lens, token_request, positions)
+    token_staging_slots = None
+    if staging_slots is not None and snapshot_lens is not None:
+        token_staging_slots = _token_staging_slots(staging_slots, snapshot_lens, token_request, positions)
     state_slots = state_slot_of_request[req_pool_indices].to(torch.int32)
     return StepMetadata.build(
         slots=state_slots.masked_fill(state_slots == 0, -1),
@@ -295,6 +297,6 @@ def build_prefill(
         positions=positions,
         out_loc=out_loc,
         block_table=block_table,
-        track_slots=token_track,
+        staging_slots=token_staging_slots,
         top_k=top_k,
     )

@@ -69,7 +69,7 @@ class PrefillBuffers:
     """Tensors of a recorded prefill step at fixed addresses: up to `tokens` tokens of up to `requests` requests.
 
     A recorded step has one more request, the last one: the padding request, which has no state slot and owns the
-    padding tokens after the batch. The kernels of the graph read the inputs (`state_slots` to `track_lens`).
+    padding tokens after the batch. The kernels of the graph read the inputs (`state_slots` to `snapshot_lens`).
     `metadata.build_recorded` derives everything else from them inside the graph. Shapes do not depend on the batch.
 
     Args:
@@ -89,18 +89,19 @@ class PrefillBuffers:
         rows = requests + 1
         self.tokens, self.requests = tokens, requests
         # A request of n new tokens crosses at most n / 128 + 1 multiples of 128.
-        self.tracks = tokens // BLOCK + 1
+        self.most_snapshots = tokens // BLOCK + 1
         staging_slots = staging_slots[: tokens // BLOCK + requests]
-        self.staging_slots = torch.tensor(staging_slots, dtype=torch.int32, device=device)
+        # Copies at the end of the step: staging slots, and the snapshot slot of each, below 1 for none.
+        self.copy_src = torch.tensor(staging_slots, dtype=torch.int32, device=device)
+        self.copy_dst = ints(len(staging_slots))
         # Inputs. `state_slots`: state slot of each request, 0 for none.
         self.inputs = ints(3, rows)
         self.state_slots, self.prefix_lens, self.chunk_lens = self.inputs
         self.block_table = ints(rows, align(max_blocks))
-        self.track_slots, self.track_lens = ints(rows, self.tracks), ints(rows, self.tracks)
-        self.snapshots = ints(len(staging_slots))
+        self.staging_slots, self.snapshot_lens = ints(rows, self.most_snapshots), ints(rows, self.most_snapshots)
         # Derived inside the graph.
         self.slots, self.query_start = ints(rows), ints(rows + 1)
-        self.token_request, self.token_track = ints(tokens), ints(tokens)
+        self.token_request, self.token_staging_slots = ints(tokens), ints(tokens)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.window_indices, self.window_lens = ints(tokens, WINDOW), ints(tokens)
         self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
@@ -109,8 +110,8 @@ class PrefillBuffers:
     def clear(self) -> None:
         """Make all tokens padding tokens, with no snapshot due."""
         self.inputs.zero_()
-        self.track_slots.fill_(-1)
-        self.snapshots.zero_()
+        self.staging_slots.fill_(-1)
+        self.copy_dst.zero_()
 
     def fill(
         self,
@@ -120,9 +121,9 @@ class PrefillBuffers:
         chunk_lens: Tensor,
         req_to_token: Tensor,
         state_slot_of_request: Tensor,
-        track_slots: Tensor | None,
-        track_lens: Tensor | None,
-        snapshots: Tensor | None,
+        staging_slots: Tensor | None,
+        snapshot_lens: Tensor | None,
+        copy_dst: Tensor | None,
     ) -> None:
         """Write the inputs of one batch before its graph is replayed.
 
@@ -131,8 +132,8 @@ class PrefillBuffers:
         Args:
             req_pool_indices, prefix_lens, chunk_lens: as in `metadata.build_prefill`.
             req_to_token, state_slot_of_request: as in `metadata.build_prefill`.
-            track_slots, track_lens: as in `metadata.build_prefill`. The first staging slots are used, in this order.
-            snapshots: int32 [B * K], snapshot slot that each of `track_slots` is copied to at the end of the step,
+            staging_slots, snapshot_lens: as in `metadata.build_prefill`. The first of `copy_src` are used, in order.
+            copy_dst: int32 [B * K], snapshot slot that each of `staging_slots` is copied to at the end of the step,
                 below 1 if none is due; None without snapshots.
         """
         n = req_pool_indices.shape[0]
@@ -147,9 +148,9 @@ class PrefillBuffers:
             self.state_slots[:n],
             self.block_table[:n],
         )
-        if track_slots is not None and track_lens is not None and snapshots is not None:
-            self.track_slots[:n, : track_slots.shape[1]].copy_(track_slots)
-            self.track_lens[:n, : track_lens.shape[1]].copy_(track_lens)
+        if staging_slots is not None and snapshot_lens is not None and copy_dst is not None:
+            self.staging_slots[:n, : staging_slots.shape[1]].copy_(staging_slots)
+            self.snapshot_lens[:n, : snapshot_lens.shape[1]].copy_(snapshot_lens)
             # The extra last element receives the values of snapshots that are not due.
-            place = torch.where(track_slots >= 0, track_slots - self.staging_slots[0], len(self.snapshots))
-            self.snapshots.copy_(pad(self.snapshots, (0, 1)).scatter_(0, place.flatten().long(), snapshots)[:-1])
+            place = torch.where(staging_slots >= 0, staging_slots - self.copy_src[0], len(self.copy_dst))
+            self.copy_dst.copy_(pad(self.copy_dst, (0, 1)).scatter_(0, place.flatten().long(), copy_dst)[:-1])

@@ -112,7 +112,7 @@ def index_topk_v41(
     candidate_block: int,
     kept: Tensor | None,
     within: Tensor | None,
-    rows: Tensor,
+    entry_indices: Tensor,
 ) -> None:
     """Compute the op `index_topk_v41` (`dsv4_sglang.ops.reference.read_v41` documents the tensors).
 
@@ -136,9 +136,9 @@ def index_topk_v41(
     for name, blocks in (("kept", kept), ("within", within)):
         if blocks is not None:
             check.tensor(name, blocks, torch.int32, (tokens, None), dense_from=1)
-    check.tensor("rows", rows, torch.int32, (tokens, None), dense_from=2)
+    check.tensor("entry_indices", entry_indices, torch.int32, (tokens, None), dense_from=2)
     if tokens == 0 or columns == 0:
-        rows.fill_(-1)
+        entry_indices.fill_(-1)
         return
     # FP4 values are exact in bf16, and their products are exact in the fp32 sums.
     dot, precision = products(torch.bfloat16, KVFormat.FP8)
@@ -163,7 +163,7 @@ def index_topk_v41(
         if kept is not None:
             visible = (positions[part] + 1) // ratio
             kept[part] = _best_blocks(orders, visible, candidate_block, kept.shape[1]).to(kept.dtype)
-        entry = _best(orders, rows.shape[1])
+        entry = _best(orders, entry_indices.shape[1])
         seen = entry.clamp_min(0)
         block = block_table[token_request[part].long()].gather(1, seen // per_block)
-        rows[part] = (block * per_block + seen % per_block).masked_fill(entry < 0, -1).to(rows.dtype)
+        entry_indices[part] = (block * per_block + seen % per_block).masked_fill(entry < 0, -1).to(entry_indices.dtype)

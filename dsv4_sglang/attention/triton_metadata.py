@@ -31,8 +31,8 @@ def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
 def _decode_kernel(
     state_slots_ptr,
     seq_lens_ptr,
-    track_mask_ptr,
-    track_slots_ptr,
+    snapshot_mask_ptr,
+    snapshot_slots_ptr,
     block_table_ptr,
     slots_ptr,
     prefix_lens_ptr,
@@ -50,7 +50,7 @@ def _decode_kernel(
     table_columns,
     TOKENS_PER_REQUEST: tl.constexpr,
     SEES_BLOCK: tl.constexpr,
-    TRACKS: tl.constexpr,
+    TAKES_SNAPSHOTS: tl.constexpr,
     WINDOW_LEN: tl.constexpr,
     LISTED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -84,33 +84,33 @@ def _decode_kernel(
     if t % TOKENS_PER_REQUEST == 0:
         tl.store(slots_ptr + b, slot)
         tl.store(prefix_lens_ptr + b, prefix)
-        if TRACKS:
-            due = real & (tl.load(track_mask_ptr + b) != 0)
+        if TAKES_SNAPSHOTS:
+            due = real & (tl.load(snapshot_mask_ptr + b) != 0)
             tl.store(copy_src_ptr + b, tl.where(due, state_slots, -1))
-            tl.store(copy_dst_ptr + b, tl.where(due, tl.load(track_slots_ptr + b).to(tl.int32), -1))
+            tl.store(copy_dst_ptr + b, tl.where(due, tl.load(snapshot_slots_ptr + b).to(tl.int32), -1))
 
 
 def build(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
     length_offset: int,
-    track_mask: Tensor | None,
-    track_slots: Tensor | None,
+    snapshot_mask: Tensor | None,
+    snapshot_slots: Tensor | None,
     top_k: int,
 ) -> None:
     """Fill the buffers of a decode step.
 
     Args:
-        buffers: receives the metadata. Without `track_mask` and `track_slots`, `copy_src` and `copy_dst` are not
+        buffers: receives the metadata. Without `snapshot_mask` and `snapshot_slots`, `copy_src` and `copy_dst` are not
             written.
-        seq_lens, length_offset, track_mask, track_slots, top_k: as in `metadata.build_decode`.
+        seq_lens, length_offset, snapshot_mask, snapshot_slots, top_k: as in `metadata.build_decode`.
     """
-    tracks, listed = track_mask is not None and track_slots is not None, buffers.window_indices.shape[1]
+    takes_snapshots, listed = snapshot_mask is not None and snapshot_slots is not None, buffers.window_indices.shape[1]
     _decode_kernel[(seq_lens.shape[0] * buffers.tokens_per_request,)](
         buffers.state_slots,
         seq_lens,
-        track_mask if tracks else buffers.state_slots,
-        track_slots if tracks else buffers.state_slots,
+        snapshot_mask if takes_snapshots else buffers.state_slots,
+        snapshot_slots if takes_snapshots else buffers.state_slots,
         buffers.block_table,
         buffers.slots,
         buffers.prefix_lens,
@@ -128,7 +128,7 @@ def build(
         buffers.block_table.shape[1],
         TOKENS_PER_REQUEST=buffers.tokens_per_request,
         SEES_BLOCK=buffers.sees_block,
-        TRACKS=tracks,
+        TAKES_SNAPSHOTS=takes_snapshots,
         WINDOW_LEN=buffers.window_len,
         LISTED=listed,
         COLUMNS=triton.next_power_of_2(listed),
@@ -145,12 +145,12 @@ def _prefill_kernel(
     prefix_lens_ptr,
     chunk_lens_ptr,
     block_table_ptr,
-    track_slots_ptr,
-    track_lens_ptr,
+    staging_slots_ptr,
+    snapshot_lens_ptr,
     slots_ptr,
     query_start_ptr,
     token_request_ptr,
-    token_track_ptr,
+    token_staging_slots_ptr,
     positions_ptr,
     window_indices_ptr,
     window_lens_ptr,
@@ -159,18 +159,18 @@ def _prefill_kernel(
     hca_indices_ptr,
     tokens,
     requests,
-    tracks,
+    most_snapshots,
     top_k,
     table_columns,
     REQUESTS: tl.constexpr,
-    TRACKS: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     CSA_RATIO: tl.constexpr,
     HCA_RATIO: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """Grid (tokens). REQUESTS and TRACKS are powers of two: REQUESTS above `requests`, TRACKS at least `tracks`."""
+    """Grid (tokens). REQUESTS, above `requests`, and SNAPSHOTS, at least `most_snapshots`, are powers of two."""
     t = tl.program_id(0)
     request = tl.arange(0, REQUESTS)
     chunks = tl.load(chunk_lens_ptr + request, mask=request < requests, other=0)
@@ -189,11 +189,11 @@ def _prefill_kernel(
     column = tl.arange(0, WINDOW)
     first = start + WINDOW * (b + 1) - prefix + tl.maximum(length - WINDOW, 0)
     tl.store(window_indices_ptr + t * WINDOW + column, first + column)
-    track = tl.arange(0, TRACKS)
-    at = b * tracks + track
-    slot = tl.load(track_slots_ptr + at, mask=track < tracks, other=-1)
-    holds = tl.load(track_lens_ptr + at, mask=track < tracks, other=0) // BLOCK == position // BLOCK + 1
-    tl.store(token_track_ptr + t, tl.max(tl.where(holds, slot, -1), 0))
+    snapshot = tl.arange(0, SNAPSHOTS)
+    at = b * most_snapshots + snapshot
+    slot = tl.load(staging_slots_ptr + at, mask=snapshot < most_snapshots, other=-1)
+    holds = tl.load(snapshot_lens_ptr + at, mask=snapshot < most_snapshots, other=0) // BLOCK == position // BLOCK + 1
+    tl.store(token_staging_slots_ptr + t, tl.max(tl.where(holds, slot, -1), 0))
     blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
     list_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
     _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
@@ -217,12 +217,12 @@ def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
         buffers.prefix_lens,
         buffers.chunk_lens,
         buffers.block_table,
-        buffers.track_slots,
-        buffers.track_lens,
+        buffers.staging_slots,
+        buffers.snapshot_lens,
         buffers.slots,
         buffers.query_start,
         buffers.token_request,
-        buffers.token_track,
+        buffers.token_staging_slots,
         buffers.positions,
         buffers.window_indices,
         buffers.window_lens,
@@ -231,11 +231,11 @@ def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
         buffers.hca_indices,
         tokens,
         buffers.requests,
-        buffers.tracks,
+        buffers.most_snapshots,
         top_k,
         buffers.block_table.shape[1],
         REQUESTS=triton.next_power_of_2(buffers.requests + 1),
-        TRACKS=triton.next_power_of_2(buffers.tracks),
+        SNAPSHOTS=triton.next_power_of_2(buffers.most_snapshots),
         WINDOW=WINDOW,
         BLOCK=BLOCK_TOKENS,
         CSA_RATIO=CSA_RATIO,

@@ -4,7 +4,7 @@ A server and `dsv4_sglang.standalone` are built on it and track the ownership of
 """
 
 from dsv4_sglang.cache.append import LayerWeights
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool
+from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema

@@ -100,7 +100,7 @@ def append_layer(
         step.query_start,
         step.token_request,
         step.out_loc,
-        step.track_slots,
+        step.staging_slots,
         tables.ring,
         tables.compressor_state,
         tables.entries,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_sglang.cache.contracts import BlockPool
 from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.cache.layout import CacheLayout
@@ -15,7 +16,7 @@ from dsv4_sglang.formats import KVBuffer, KVFormat, make_kv_buffers
 from dsv4_sglang.formats.kv_entries import fp8_views
 
 
-class PagedKVPool:
+class PagedKVPool(BlockPool):
     """`num_blocks` blocks of 128 tokens of a layer that writes entries.
 
     Tables, as the ops take them:
@@ -28,9 +29,6 @@ class PagedKVPool:
       float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA). None unless the format is V4's FP8.
     - `indexer_keys_fp4` [num_blocks, n, 64] uint8, `indexer_scales` [num_blocks, n, 8] float8_e4m3fn. None without an
       indexer or with unquantised keys.
-
-    A full block is never written again. An unwritten entry is never read, because attention kernels stop at
-    floor((t + 1) / ratio).
 
     Raises:
         ValueError: the layer writes no entries, or `num_blocks` is below 1.
@@ -63,10 +61,7 @@ class PagedKVPool:
             self.indexer_scales = scales.view(torch.float8_e4m3fn)
 
     def block_views(self) -> list[Tensor]:
-        """Return views with a block in every row, [num_blocks, n] without gaps in a row: all bytes of a block.
-
-        In a flat FP8 layer the entries and their exponents are apart, so they are two views.
-        """
+        # In a flat FP8 layer the entries and their exponents are apart, so they are two views.
         if self.schema.is_flat and isinstance(self.schema.entry_format, KVFormat):
             return [strip[0] for strip in KVBuffer(self.entries, self.schema.entry_format).strips()]
         views = []
@@ -81,12 +76,10 @@ class PagedKVPool:
         return [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
 
     def reset(self) -> None:
-        """Zero all blocks in place, whatever the memory contains."""
         for table in self.allocations:
             clear_memory(table)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the allocations, block padding included."""
         return sum(table.untyped_storage().nbytes() for table in self.allocations)
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.cache.contracts import StateSlots
 from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import CSA_RATIO
 
 
-class StateStorage:
+class StateStorage(StateSlots):
     """State of all layers: slots of running requests and compact snapshots of them, in a few tensors.
 
     - `rings` [layers, slots, R, width]: window entries, position t at index t % R (R: `CacheLayout.ring_rows`).
@@ -81,7 +82,6 @@ class StateStorage:
         self._kept_units.copy_(torch.arange(live - len(kept), live, dtype=torch.int32))
 
     def reset(self) -> None:
-        """Empty all slots and snapshots in place, whatever the memory contains."""
         for tensor in self.allocations:
             clear_memory(tensor)
         if self._compressor_state_units is not None:
@@ -107,22 +107,12 @@ class StateStorage:
         return [*self.tensors, *tables]
 
     def store(self, slots: Tensor, snapshots: Tensor) -> None:
-        """Copy slots to snapshots. The lengths of their requests must be multiples of 128.
-
-        Args:
-            slots: int32 [n] on the device; a negative slot is skipped.
-            snapshots: int32 [n] on the device; a snapshot below 1 is skipped.
-        """
         self._copy(slots, snapshots, to_snapshots=True)
 
     def load(self, snapshots: Tensor, slots: Tensor) -> None:
-        """Copy snapshots to the slots of the requests that resume from them. Arguments as in `store`."""
         self._copy(slots, snapshots, to_snapshots=False)
 
     def snapshot_tables(self) -> list[Tensor]:
-        """Return the contents of all snapshots as bytes: [snapshots, n] uint8 for each layer's ring, then for each CSA
-        layer's compressor states. Row 0 is snapshot 1.
-        """
         tables = list(self._all_rings[:, self.num_slots :])
         if self._compressor_state_units is not None:
             kept = self._compressor_state_units[:, self.num_slots * self._units_per_slot :]
@@ -146,7 +136,6 @@ class StateStorage:
         torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
 
     def memory_bytes(self) -> int:
-        """Return the bytes of rings and compressor states, including snapshots and block padding."""
         return sum(t.untyped_storage().nbytes() for t in (self.rings, *self.compressor_states.values()))
 
 

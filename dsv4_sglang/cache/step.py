@@ -67,7 +67,7 @@ def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Te
     return seen if top_k is None else seen.clamp_max(top_k)
 
 
-# Attributes of `StepMetadata` with an element or a row for each token, besides `out_loc` and `track_slots`.
+# Attributes of `StepMetadata` with an element or a row for each token, besides `out_loc` and `staging_slots`.
 PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens")
 
 
@@ -82,8 +82,8 @@ class StepMetadata:
         token_request: [T] int32, request of each token.
         positions: [T] int64, position of each token in its request.
         out_loc: [T] int64, pool slot of each token, congruent to its position modulo 128.
-        track_slots: [T] int32, state slot of the snapshot that holds this token's window entry, -1 for none; None if no
-            snapshot is due.
+        staging_slots: [T] int32, staging slot of the snapshot that holds this token's window entry, -1 for none; None
+            if no snapshot is due.
         block_table: [B, NB] int32, block ids of each request. Undefined after its last block.
         window_indices: [T, W] int32, indices of window entries, oldest position first: in the rings in a decode step,
             in the step's window workspace in a prefill step. W is 128, or larger in a step whose tokens all attend to
@@ -104,7 +104,7 @@ class StepMetadata:
     token_request: Tensor
     positions: Tensor
     out_loc: Tensor
-    track_slots: Tensor | None
+    staging_slots: Tensor | None
     block_table: Tensor
     window_indices: Tensor
     window_lens: Tensor
@@ -127,7 +127,7 @@ class StepMetadata:
         """
         n = tokens.shape[0]
         parts = {name: getattr(self, name)[:n] for name in PER_TOKEN}
-        for name in ("track_slots", "hca_indices"):
+        for name in ("staging_slots", "hca_indices"):
             of_all = getattr(self, name)
             parts[name] = None if of_all is None else of_all[:n]
         window_size = prefill_window_size(n, self.slots.shape[0])
@@ -155,7 +155,7 @@ class StepMetadata:
         positions: Tensor,
         out_loc: Tensor,
         block_table: Tensor,
-        track_slots: Tensor | None = None,
+        staging_slots: Tensor | None = None,
         top_k: int | None = None,
         decode_ring_rows: int | None = None,
     ) -> StepMetadata:
@@ -188,7 +188,7 @@ class StepMetadata:
             token_request=token_request,
             positions=positions,
             out_loc=out_loc,
-            track_slots=track_slots,
+            staging_slots=staging_slots,
             block_table=block_table,
             window_indices=window,
             window_lens=window_lens(lengths),

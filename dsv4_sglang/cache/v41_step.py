@@ -98,7 +98,7 @@ class V41Step:
         torch.ops.dsv4_sglang.append_v41(
             *(kv, compressor, weights.kv_norm, weights.latent_norm if ratio else None),
             *(weights.rope, weights.eps, ratio),
-            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.track_slots),
+            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.staging_slots),
             *(
                 self.state.ring(layer),
                 self.state.compressor_state(layer),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
 # A server that listens on all addresses is reached on the loopback address.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# Copy of `srt.features.integrity.KEY`. An import of that module would import torch.
+# Copy of `srt.features.integrity.report.KEY`. An import of that module would import torch.
 INTEGRITY_KEY = "dsv4_sglang_integrity"
 SGLANG_PREFIX = "sglang:"
 
@@ -191,7 +191,7 @@ class Server(Endpoint):
         )
 
     def integrity(self) -> list[dict[str, Any]]:
-        """Return the integrity reports (`srt/features/integrity.py`) of all processes, of audits after this call.
+        """Return the reports (`srt/features/integrity/report.py`) of all processes, of audits after this call.
 
         A server repeats its last report until the next audit is due, so this asks until all reports are new. The list
         is empty if the check is off. Raises RuntimeError if this is not a server of SGLang, and the errors of `send`.

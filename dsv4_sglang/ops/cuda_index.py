@@ -46,7 +46,7 @@ def index_topk(
     rope: Tensor,
     key_format: int,
     scores: Tensor,
-    rows: Tensor,
+    entry_indices: Tensor,
 ) -> None:
     """Compute the op `index_topk` (`dsv4_sglang.ops.reference.read.index_topk` documents the tensors).
 
@@ -55,16 +55,16 @@ def index_topk(
     selected), nothing is scored.
     """
     if scores.numel() == 0:
-        _OPS.index_select(scores.view(0, 0), block_table, token_request, positions, rows)
+        _OPS.index_select(scores.view(0, 0), block_table, token_request, positions, entry_indices)
         return
     query, weights = prepare_query(q, weights, positions, rope, KeyFormat.from_code(key_format))
-    tokens, top = rows.shape
+    tokens, top = entry_indices.shape
     for begin in range(0, tokens, len(scores)):
         part = slice(begin, begin + len(scores))
         cache = index_keys, block_table, token_request[part], positions[part]
         # Scores of all visible entries of each token that sees more than `top`, then the indices of the best ones.
         _OPS.index_score(query[part], weights[part], *cache, key_format, top, scores)
-        _OPS.index_select(scores, *cache[1:], rows[part])
+        _OPS.index_select(scores, *cache[1:], entry_indices[part])
 
 
 torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", index_topk)

@@ -16,7 +16,7 @@ SCHEMAS = {
         "(Tensor kv, Tensor? kv_score, Tensor? index_kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor? index_norm, "
         "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int kv_format, int key_format, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
-        "Tensor? track_slots, "
+        "Tensor? staging_slots, "
         "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? index_keys, "
         "Tensor(e!)? window, "
         "Tensor(f!)? swa_pos, Tensor(g!)? swa_head, Tensor(h!)? tail_len) -> ()"
@@ -28,7 +28,7 @@ SCHEMAS = {
     "append_v41": (
         "(Tensor kv, Tensor? compressor, Tensor kv_norm, Tensor? latent_norm, Tensor rope, float eps, int ratio, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
-        "Tensor? track_slots, "
+        "Tensor? staging_slots, "
         "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? latents, "
         "Tensor(e!)? window) -> ()"
     ),
@@ -38,7 +38,7 @@ SCHEMAS = {
     ),
     "index_topk": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) rows) -> ()"
+        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) entry_indices) -> ()"
     ),
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
@@ -47,7 +47,7 @@ SCHEMAS = {
     ),
     "index_topk_v41": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) rows) -> ()"
+        "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) entry_indices) -> ()"
     ),
     "attend_v41": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "

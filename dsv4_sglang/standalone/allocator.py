@@ -1,4 +1,4 @@
-"""`BlockAllocator`: free list of the blocks of a cache."""
+"""`BlockAllocator`: allocator of the blocks of a cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.free_list import FreeList
 
 
 def ids_on(device: torch.device, ids: Sequence[int]) -> Tensor:
@@ -30,13 +31,11 @@ class BlockAllocator:
             raise ValueError(f"num_total_blocks is {num_total_blocks}; expected 0 or more")
         self.num_total_blocks = num_total_blocks
         self.device = resolve_device(device)
-        # A stack whose top is the end, so block 0 is allocated first.
-        self._free = list(range(num_total_blocks - 1, -1, -1))
-        self._is_free = [True] * num_total_blocks
+        self._free = FreeList(num_total_blocks)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._free.available
 
     def acquire(self, n: int) -> Tensor:
         """Allocate `n` blocks, the most recently released first. Return their ids, [n] int32 on the device.
@@ -52,11 +51,8 @@ class BlockAllocator:
         self._reject_in_capture("acquire")
         if n < 0:
             raise ValueError(f"acquire: {n} blocks requested; expected 0 or more")
-        if n > self.num_free:
+        if (taken := self._free.take(n)) is None:
             raise RuntimeError(f"OOM: {n} blocks requested, {self.num_free} free of {self.num_total_blocks}")
-        taken = [self._free.pop() for _ in range(n)]
-        for block in taken:
-            self._is_free[block] = False
         return taken
 
     def release(self, ids: Tensor | Sequence[int]) -> None:
@@ -68,9 +64,7 @@ class BlockAllocator:
         self._reject_in_capture("release")
         blocks = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         self._check(ids, blocks)
-        for block in blocks:
-            self._is_free[block] = True
-        self._free += blocks
+        self._free.give_back(blocks)
 
     def _reject_in_capture(self, what: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -87,7 +81,7 @@ class BlockAllocator:
         for block in blocks:
             if not 0 <= block < self.num_total_blocks:
                 raise ValueError(f"release: block {block} is not in 0..{self.num_total_blocks - 1}")
-            if self._is_free[block]:
+            if self._free.is_free(block):
                 raise ValueError(f"release: block {block} is already free (released twice?)")
             if block in seen:
                 raise ValueError(f"release: block {block} is listed twice")

@@ -307,15 +307,15 @@ def test_prefill_metadata(chunks, tokens):
 
     def make() -> metadata.PrefillBuffers:
         buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
-        for name in ("slots", "query_start", "token_request", "token_track", "positions", "window_indices"):
+        for name in ("slots", "query_start", "token_request", "token_staging_slots", "positions", "window_indices"):
             getattr(buffers, name).fill_(-9)
         n = len(chunks)
         buffers.chunk_lens[:n] = torch.tensor(chunks, dtype=torch.int32)
         buffers.prefix_lens[:n] = torch.tensor([600, 127, 0, 3][:n], dtype=torch.int32)
         buffers.state_slots[:n] = torch.tensor([4, 2, 0, 7][:n], dtype=torch.int32)
         buffers.block_table.copy_(torch.arange(buffers.block_table.numel()).view_as(buffers.block_table))
-        buffers.track_slots.fill_(-1)
-        buffers.track_slots[0, :2], buffers.track_lens[0, :2] = torch.tensor([20, 21]), torch.tensor([640, 768])
+        buffers.staging_slots.fill_(-1)
+        buffers.staging_slots[0, :2], buffers.snapshot_lens[0, :2] = torch.tensor([20, 21]), torch.tensor([640, 768])
         return buffers
 
     expected, got = make(), make()

@@ -8,19 +8,17 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from support.backend import BLOCK, CONTEXT, make_runner
 from torch import Tensor
 
-from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.cache.append import LayerWeights
-from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.srt.attention import backend as backend_module
-from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerInputs
-from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
-from dsv4_sglang.srt.models import layers
-from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
+from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+from dsv4_sglang.srt.attention.layer_ops import LayerInputs
+from dsv4_sglang.srt.models import attention
 
-BLOCK, CONTEXT, HEADS = 128, 512, 2
+HEADS = 2
 REQUESTS, SNAPSHOTS, STAGING = 2, 4, 3
 GRAPH_TOKENS = 256
 
@@ -30,39 +28,9 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
-        config = DSV4Config.flash()
-        schedule = [spec for spec in build_schedule(config) if not spec.attn.ratio][:1]
-        layout = CacheLayout.build(config, schedule, torch.device("cpu"), kv_format="fp32", key_format="fp32")
-        slots = StateSlotPool(
-            size=REQUESTS,
-            cache_params=StateParams.of(layout, STAGING, SNAPSHOTS),
-            mamba_layer_ids=[0],
-            device="cpu",
-        )
-        blocks = CompressedKVPool(
-            size=REQUESTS * CONTEXT, page_size=BLOCK, dtype=torch.float32, layout=layout, device="cpu"
-        )
-        pages = 1 + torch.arange(REQUESTS * CONTEXT // BLOCK, dtype=torch.int32).view(REQUESTS, -1)
-        tokens = (pages[:, :, None] * BLOCK + torch.arange(BLOCK, dtype=torch.int32)).flatten(1)
-        self.req_to_token = torch.cat([torch.zeros_like(tokens[:1]), tokens])
-        requests = SimpleNamespace(
-            req_to_token=self.req_to_token,
-            mamba_pool=slots,
-            mamba_ckpt_pool=SimpleNamespace(timer=CopyTimer("cpu")),
-            req_index_to_mamba_index_mapping=torch.arange(REQUESTS + 1, dtype=torch.int32),
-        )
-        runner = SimpleNamespace(
-            model_config=SimpleNamespace(
-                hf_config=SimpleNamespace(num_attention_heads=HEADS, index_topk=64), context_len=CONTEXT
-            ),
-            is_draft_worker=False,
-            spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
-            device="cpu",
-            dtype=torch.float32,
-            req_to_token_pool=requests,
-            token_to_kv_pool=CacheKVPool(blocks, slots),
-        )
-        self.backend, self.storage = HybridCacheBackend(runner), slots.storage
+        runner = make_runner(0, heads=HEADS, requests=REQUESTS, staging=STAGING, snapshots=SNAPSHOTS)
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.backend, self.storage = HybridCacheBackend(runner), runner.req_to_token_pool.mamba_pool.storage
         self.rope = rope_table(CONTEXT, torch.ones(32))
         self.generator = torch.Generator().manual_seed(0)
 
@@ -118,9 +86,11 @@ class Steps:
             self.forward(batch, len(batch.positions))
             return
         self.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(metadata, batch)
-        before = dict(vars(self.backend))
+        parts = (self.backend, self.backend.layers, self.backend.recorder, self.backend.scratch, self.backend.snapshots)
+        before = [dict(vars(part)) for part in parts]
         self.forward(batch, GRAPH_TOKENS)
-        vars(self.backend).update(before)
+        for part, attributes in zip(parts, before):
+            vars(part).update(attributes)
 
     def decode(self, lengths: list[int], snapshots: list[int]) -> None:
         """Run an eager decode step. `snapshots`: snapshot slot of each request, 0 for none."""
@@ -162,4 +132,4 @@ def test_rope_tables_cover_drafts_of_ended_requests(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(
             runtime_context, "get_spec", lambda drafts=drafts: SimpleNamespace(speculative_num_draft_tokens=drafts)
         )
-        assert layers._with_room_for_drafts(config).max_position_embeddings == positions
+        assert attention._with_room_for_drafts(config).max_position_embeddings == positions

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt import runtime_context
 
 from dsv4_sglang.attention.metadata import build_prefill, build_recorded, recorded_step
 from dsv4_sglang.attention.step_buffers import PrefillBuffers
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.srt.attention.prefill_graphs import SIZES
+from dsv4_sglang.srt.attention.prefill_graphs import SIZES, largest_graph
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
 STAGING = range(20, 40)
 PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens")
-PER_TOKEN += ("track_slots", "out_loc")
+PER_TOKEN += ("staging_slots", "out_loc")
 
 
 class Batch:
@@ -40,11 +43,11 @@ class Batch:
         due = [[at for at in range(BLOCK, end + 1, BLOCK) if at > a] for a, end in zip(prefixes, self.lengths)]
         self.due = sum(map(len, due))
         most = max(1, *map(len, due)) if n > 1 else max(1, len(due[0]))
-        self.track_lens = torch.tensor([at + [0] * (most - len(at)) for at in due])
+        self.snapshot_lens = torch.tensor([at + [0] * (most - len(at)) for at in due])
         staged = iter(STAGING)
         slots = [[next(staged) for _ in at] + [-1] * (most - len(at)) for at in due]
-        self.track_slots = torch.tensor(slots, dtype=torch.int32)
-        self.snapshots = torch.where(self.track_slots >= 0, 100 + self.track_slots, 0).to(torch.int32)
+        self.staging_slots = torch.tensor(slots, dtype=torch.int32)
+        self.snapshots = torch.where(self.staging_slots >= 0, 100 + self.staging_slots, 0).to(torch.int32)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -54,8 +57,8 @@ class Batch:
             "chunk_lens": self.chunk_lens,
             "req_to_token": self.req_to_token,
             "state_slot_of_request": self.state_slot,
-            "track_slots": self.track_slots,
-            "track_lens": self.track_lens,
+            "staging_slots": self.staging_slots,
+            "snapshot_lens": self.snapshot_lens,
         }
 
     def eager(self) -> StepMetadata:
@@ -63,7 +66,7 @@ class Batch:
         return build_prefill(**self.inputs, **at, top_k=TOP_K, max_length=max(self.lengths))
 
     def recorded(self, buffers: PrefillBuffers, tokens: int) -> StepMetadata:
-        buffers.fill(**self.inputs, snapshots=self.snapshots.flatten() if self.due else None)
+        buffers.fill(**self.inputs, copy_dst=self.snapshots.flatten() if self.due else None)
         out_loc = torch.nn.functional.pad(self.out_loc, (0, tokens - len(self.out_loc)))
         build_recorded(buffers, tokens, out_loc, TOP_K)
         return recorded_step(buffers, tokens, out_loc)
@@ -100,9 +103,9 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
     assert step.slots[requests:].eq(-1).all() and step.token_request[n:].eq(REQUESTS).all()
     for name in ("window_lens", "csa_lens", "hca_lens"):
         assert getattr(step, name)[n:].eq(0).all(), name
-    assert step.track_slots is not None and step.track_slots[n:].eq(-1).all()
+    assert step.staging_slots is not None and step.staging_slots[n:].eq(-1).all()
     moved = {slot: slot + 100 for slot in STAGING[: batch.due]}
-    snapshots = dict(zip(buffers.staging_slots.tolist(), buffers.snapshots.tolist()))
+    snapshots = dict(zip(buffers.copy_src.tolist(), buffers.copy_dst.tolist()))
     assert {slot: to for slot, to in snapshots.items() if to > 0} == moved
 
 
@@ -119,3 +122,15 @@ def test_recorded_metadata_equals_eager(found, data):
 def test_every_short_step_has_a_graph() -> None:
     """SGLang replays a graph for a step of at least half its tokens."""
     assert SIZES[0] == 2 and all(larger <= 2 * size for size, larger in pairwise(SIZES))
+
+
+@pytest.mark.parametrize(
+    "backend, sizes, tokens", [("breakable", [4, 64, 8], 64), ("breakable", None, None), ("disabled", [4], None)]
+)
+def test_largest_graph(
+    monkeypatch: pytest.MonkeyPatch, backend: str, sizes: list[int] | None, tokens: int | None
+) -> None:
+    config = SimpleNamespace(prefill=SimpleNamespace(backend=backend, bs=sizes))
+    graph = SimpleNamespace(cuda_graph_config=config)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
+    assert largest_graph() == tokens

@@ -13,16 +13,17 @@ from support.scheduler import Answer, Asked, Child, InProcess
 from support.speculation_judge import Judge, apart, cold, prompt
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import HostSnapshotPool
+from dsv4_sglang.cache.host_rows import HostSnapshotPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.srt.attention import backend
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+from dsv4_sglang.srt.attention.snapshot_writer import SnapshotWriter
 
 pytestmark = pytest.mark.full
 
 
 def not_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HybridCacheBackend, "commit_snapshots", lambda backend: None)
+    patch.setattr(SnapshotWriter, "commit", lambda snapshots: None)
 
 
 def stored_before_the_boundary(patch: pytest.MonkeyPatch) -> None:
@@ -44,7 +45,7 @@ def stored_before_the_draft_model_has_read(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(backend: HybridCacheBackend, **arguments: Any) -> None:
         update(backend, **arguments)
-        backend.commit_snapshots()
+        backend.snapshots.commit()
 
     patch.setattr(HybridCacheBackend, "update_mamba_state_after_mtp_verify", at_once)
 

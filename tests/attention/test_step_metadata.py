@@ -61,8 +61,8 @@ def build(buffers: DecodeBuffers, requests: torch.Tensor, lens: torch.Tensor, ou
         buffers,
         seq_lens=lens + 1,
         out_loc=out_loc,
-        track_mask=(lens + 1) % 256 == 0,
-        track_slots=100 + requests,
+        snapshot_mask=(lens + 1) % 256 == 0,
+        snapshot_slots=100 + requests,
         top_k=TOP_K,
     )
 
@@ -150,8 +150,8 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
         buffers,
         seq_lens=lens - before,
         out_loc=out_loc,
-        track_mask=None,
-        track_slots=None,
+        snapshot_mask=None,
+        snapshot_slots=None,
         top_k=TOP_K,
         length_offset=before,
     )
@@ -172,7 +172,7 @@ def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
     requests, lens, out_loc = step_inputs(tables, lengths, padding, each)
     snapshot(buffers, tables, requests, lens + each)
     step = build_decode(
-        buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=TOP_K, length_offset=0
+        buffers, seq_lens=lens, out_loc=out_loc, snapshot_mask=None, snapshot_slots=None, top_k=TOP_K, length_offset=0
     )
     gather = sglang.compute_dspark_window_gather(
         seq_lens_casual=(lens[:, None] + 1 + torch.arange(each)).flatten(),
@@ -248,8 +248,8 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
     owner = torch.repeat_interleave(torch.arange(n), count)
     # Snapshots are due at every other multiple of 128 whose block is in the chunk, at most two per request.
     due = [[e for e in range(256, p + c + 1, 256) if e - 128 >= p][:2] for p, c in chunks]
-    track_lens = torch.tensor([[*ends, 0, 0][:2] for ends in due])
-    track_slots = torch.where(track_lens > 0, 200 + torch.arange(2 * n).view(n, 2), -1)
+    snapshot_lens = torch.tensor([[*ends, 0, 0][:2] for ends in due])
+    staging_slots = torch.where(snapshot_lens > 0, 200 + torch.arange(2 * n).view(n, 2), -1)
     step = build_prefill(
         req_pool_indices=torch.arange(1, n + 1),
         prefix_lens=prefix,
@@ -258,8 +258,8 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         out_loc=torch.cat([tables.req_to_token[owner + 1, real].long(), positions.new_zeros(padding)]),
         req_to_token=tables.req_to_token,
         state_slot_of_request=tables.state_slot,
-        track_slots=track_slots,
-        track_lens=track_lens,
+        staging_slots=staging_slots,
+        snapshot_lens=snapshot_lens,
         top_k=TOP_K,
         max_length=int((prefix + count).max()),
         padding=padding,
@@ -269,12 +269,12 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
     assert step.window_size == len(positions) + 128 * (n + more)
     assert step.slots.tolist() == tables.state_slot[1:].tolist() + [-1] * more
     assert step.prefix_lens.tolist() == prefix.tolist() + [0] * more
-    assert step.track_slots is not None
+    assert step.staging_slots is not None
     start = step.query_start.tolist()
     assert start[-1] == len(positions)
     for seen in (step.window_lens, step.csa_lens, step.hca_lens):
         assert (seen[len(real) :] == 0).all(), "a padding token sees entries"
-    assert (step.track_slots[len(real) :] == -1).all() and (step.token_request[len(real) :] == n).all()
+    assert (step.staging_slots[len(real) :] == -1).all() and (step.token_request[len(real) :] == n).all()
     for i, t in enumerate(real.tolist()):
         b = int(step.token_request[i])
         assert b == owner[i] and start[b] <= i < start[b + 1]
@@ -284,7 +284,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         assert step.window_indices[i, :seen].tolist() == [base + p for p in range(t - seen + 1, t + 1)]
         check_blocks_and_entries(step, i, b, t, tables)
         held = [200 + 2 * b + k for k, end in enumerate(due[b]) if end - 128 <= t < end]
-        assert step.track_slots[i] == (held[0] if held else -1)
+        assert step.staging_slots[i] == (held[0] if held else -1)
 
 
 def test_prefill_metadata_does_not_grow_with_context() -> None:
@@ -301,8 +301,8 @@ def test_prefill_metadata_does_not_grow_with_context() -> None:
         out_loc=positions,
         req_to_token=req_to_token,
         state_slot_of_request=torch.arange(3),
-        track_slots=None,
-        track_lens=None,
+        staging_slots=None,
+        snapshot_lens=None,
         top_k=TOP_K,
         max_length=length,
     )

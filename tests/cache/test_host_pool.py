@@ -17,19 +17,10 @@ from dsv4_sglang.cache import (
     PagedKVPool,
     StateStorage,
     build_schema,
-    host_pool,
+    host_rows,
 )
-from dsv4_sglang.cache.host_pool import (
-    HostMemory,
-    _available,
-    _pages,
-    _register,
-    _row_layout,
-    cpus_in,
-    host_block_bytes,
-    running_on,
-    runs,
-)
+from dsv4_sglang.cache.host_memory import HostMemory, _available, _pages, _register, cpus_in, running_on
+from dsv4_sglang.cache.host_rows import _row_layout, host_block_bytes, runs
 from dsv4_sglang.model import DSV4Config, build_schedule
 
 BLOCKS = 9
@@ -154,7 +145,7 @@ def test_row_parts_are_contiguous_and_aligned() -> None:
 def test_each_layer_is_loaded_once(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     """The first layer is loaded alone. After it, each launch has enough layers for its minimum number of bytes."""
     host = HostBlockPool(make_pools(torch.device("cpu")) * 6, 1)
-    monkeypatch.setattr(host_pool, "LOADED_TOGETHER", 3 * host.block_bytes)
+    monkeypatch.setattr(host_rows, "LOADED_TOGETHER", 3 * host.block_bytes)
     launches = [host.layers_with(layer, blocks) for layer in range(12)]
     each = {1: 11, 8: 4, 300: 1}[blocks]
     assert launches[0] == 1 and launches[1::each] == [each] * (11 // each) + [11 % each] * (11 % each > 0)

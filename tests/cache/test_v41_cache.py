@@ -215,7 +215,7 @@ class Play:
     def block_allocations(self) -> list[Tensor]:
         return [table for pool in self.pools if pool for table in pool.allocations]
 
-    def begin_step(self, requests: list[tuple[int, int, int]], track_slots: Tensor | None = None) -> V41Step:
+    def begin_step(self, requests: list[tuple[int, int, int]], staging_slots: Tensor | None = None) -> V41Step:
         """Return a step of requests, given as (slot, tokens before the step, tokens of the step)."""
         slots, prefix, counts = self.ids(*requests).T.contiguous()
         owner = torch.repeat_interleave(torch.arange(len(requests), device=self.device), counts)
@@ -231,7 +231,7 @@ class Play:
             positions=positions,
             out_loc=block_table[owner, positions // 128].long() * 128 + positions % 128,
             block_table=block_table,
-            track_slots=track_slots,
+            staging_slots=staging_slots,
             decode_ring_rows=self.layout.ring_rows if is_decode else None,
         )
         return V41Step(CONFIG, SCHEDULE, self.state, self.pools, metadata)

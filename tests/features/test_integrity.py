@@ -14,10 +14,12 @@ from sglang.srt.runtime_context import get_parallel
 from support.host_cache import HostCacheServer
 from support.prefix_tree import BLOCK, without_a_server
 
-from dsv4_sglang.srt.features import integrity
-from dsv4_sglang.srt.features.integrity import Pool, audit
-from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending
+from dsv4_sglang.srt.features.integrity import report as reports
+from dsv4_sglang.srt.features.integrity.audit import audit
+from dsv4_sglang.srt.features.integrity.owners import PoolOwners
 from dsv4_sglang.srt.prefix_cache.eviction_order import Entry
+from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
+from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def free_too(server: HostCacheServer) -> None:
 
 
 def pending_twice(server: HostCacheServer) -> None:
-    setattr(running(server), PENDING, [Pending(BLOCK, int(mamba(server).value), rolling=False)])
+    RequestNote.of(running(server)).pending = [Pending(BLOCK, int(mamba(server).value), rolling=False)]
 
 
 def two_nodes_one_row(server: HostCacheServer) -> None:
@@ -145,24 +147,24 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
         r"snapshot \d+: its locks: the registry has 1, the tree 0",
     ),
     "a copy that the registry does not know": (
-        lambda s: s.component.slots.registry.copied.__setitem__(int(mamba(s).value), False),
+        lambda s: s.component.slots.registry.copies.apply(CopyEvent.LOSE, int(mamba(s).value)),
         r"its host copy: the registry has False, the tree True",
     ),
     "a snapshot that the slots have forgotten": (forgotten_node, r"attached to node \d+, but the slots have another"),
     "a snapshot that the registry has forgotten": (
-        lambda s: s.component.slots.registry.held.__setitem__(int(mamba(s).value), False),
+        lambda s: s.component.slots.registry.in_registry.__setitem__(int(mamba(s).value), False),
         r"attached to node \d+, but missing in the registry",
     ),
     "a snapshot without a node": (
-        lambda s: s.component.slots.registry.held.__setitem__(14, True),
+        lambda s: s.component.slots.registry.in_registry.__setitem__(14, True),
         "snapshot 14: in the slots or the registry, but on no node of the tree",
     ),
     "a snapshot that the order of slots has lost": (
-        lambda s: s.component.slots.registry._for_slots.drop(int(mamba(s).value)),
+        lambda s: s.component.slots.registry.policy._for_slots.drop(int(mamba(s).value)),
         r"snapshot \d+: its place in an eviction order",
     ),
     "a snapshot in the order of slots that is none": (
-        lambda s: s.component.slots.registry._for_slots.put(14, Entry(1, 0.0, 1.0)),
+        lambda s: s.component.slots.registry.policy._for_slots.put(14, Entry(1, 0.0, 1.0)),
         r"snapshot 14: its place in an eviction order",
     ),
     "a leaf that the order has lost": (
@@ -170,7 +172,7 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
         r"node \d+: the order of leaves and the tree differ",
     ),
     "a snapshot in the order of leaves that is at no leaf": (
-        lambda s: s.component.slots.registry.at_leaf(14, True),
+        lambda s: s.component.slots.registry.policy.at_leaf(14, True),
         r"node \d+: the order of leaves and the tree differ",
     ),
     "a size that is not the tree's": (
@@ -212,10 +214,10 @@ def test_a_report_does_not_grow_with_a_leak(server: HostCacheServer, monkeypatch
         invariant_checker=idle,
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: None),
     )
-    monkeypatch.setattr(integrity, "MAX_FINDINGS", 3)
+    monkeypatch.setattr(reports, "MAX_FINDINGS", 3)
     server.allocator.free_pages = server.allocator.free_pages[:2]
     with get_parallel().override(attn_dp_rank=0, tp_rank=0):
-        report = integrity.report(scheduler)
+        report = reports.report(scheduler)
     assert report["wrong"] == 29 and len(report["findings"]) == 3 and report["requests"] == 1
     pools = {pool.pop("of"): pool for pool in report["pools"]}
     assert pools["state slot"] == {"size": 6, "free": 5, "cached": 0, "requests": 1, "copies": 0}
@@ -231,15 +233,15 @@ def test_audits_take_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
         now, audits = now + 2, audits + 1
         return {"seconds": 2, "audit": audits}
 
-    monkeypatch.setattr(integrity, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(integrity, "report", audit_of_two_seconds)
+    monkeypatch.setattr(reports, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(reports, "report", audit_of_two_seconds)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     scheduler = SimpleNamespace(attn_tp_cpu_group=None)
     seen = []
     for _ in range(10):
-        output = integrity.add_reports(lambda *_: SimpleNamespace(internal_state={}), scheduler, None)
-        (report,) = output.internal_state[integrity.KEY]
+        output = reports.add_reports(lambda *_: SimpleNamespace(internal_state={}), scheduler, None)
+        (report,) = output.internal_state[reports.KEY]
         seen.append((report["audit"], report["age_seconds"]))
         now += 6
     torch.distributed.destroy_process_group()
@@ -247,9 +249,9 @@ def test_audits_take_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_many_owners_are_counted() -> None:
-    pool = Pool("block", range(1, 3))
+    pool = PoolOwners("block", range(1, 3))
     for i in range(9):
-        pool.claim("requests", f"request {i}", [2])
+        pool.record_owner("requests", f"request {i}", [2])
     assert [tuple(finding) for finding in pool.findings()] == [
         ("block 1", "no owner: leaked"),
         ("block 2", "9 owners: " + ", ".join(f"request {i}" for i in range(6)) + " and 3 more"),

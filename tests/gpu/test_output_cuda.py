@@ -19,13 +19,13 @@ DIM = HEADS // GROUPS * 512
 def layer(monkeypatch: pytest.MonkeyPatch):
     """Return an attention layer reduced to its output projection, with FP8 weights and power-of-two tile scales."""
     pytest.importorskip("deep_gemm")
-    from dsv4_sglang.srt.models import layers
+    from dsv4_sglang.srt.models import attention
 
-    if not layers._scales_are_fp32():
+    if not attention._scales_are_fp32():
         pytest.skip("scales are packed here, so layers take no rotated output")
-    monkeypatch.setattr(layers.in_tree, "_FP8_WO_A_GEMM", True)
+    monkeypatch.setattr(attention.in_tree, "_FP8_WO_A_GEMM", True)
     g = torch.Generator().manual_seed(1)
-    made = object.__new__(layers.CachedAttention)
+    made = object.__new__(attention.CachedAttention)
     nn.Module.__init__(made)
     made.attn_tp_size = 1
     made.n_local_groups, made.o_lora_rank, made.head_dim, made.rope = GROUPS, RANK, 512, rope().cuda()

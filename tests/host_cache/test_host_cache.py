@@ -17,15 +17,18 @@ from support.fake_streams import Stream
 from support.host_cache import OPERATIONS, WITH_BLOCKS, HostCacheServer
 from support.prefix_tree import BLOCK, TIMES, without_a_server
 
-from dsv4_sglang.cache.host_pool import FreeRows
-from dsv4_sglang.srt.host_cache import cache as host_cache
+from dsv4_sglang.cache.free_list import FreeRows
+from dsv4_sglang.srt.host_cache import saves as host_saves
+from dsv4_sglang.srt.host_cache.evictions import HostEvictionOrder
 from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
+from dsv4_sglang.srt.host_cache.saves import SavePlan
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import FileStorage
 from dsv4_sglang.srt.host_cache.transfers import TransferController
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 from dsv4_sglang.srt.prefix_cache import copy_timer, snapshot_schedule
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
+from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.sglang.tree import evict_from_host
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -309,14 +312,14 @@ def test_eviction_candidates_are_saved_early(monkeypatch: pytest.MonkeyPatch, po
     This holds although the host is full of copies of blocks that the device keeps. No node is copied twice because its
     first copy was evicted for another.
     """
-    monkeypatch.setattr(host_cache, "MARGIN", 4)
+    monkeypatch.setattr(host_saves, "MARGIN", 4)
     server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=24, host_snapshots=9)
-    saves, saves_now = server.cache._save, server.cache.save_now
+    saves, saves_now = server.cache.saves.execute, server.cache.saves.save_now
     saved: Counter[int] = Counter()
     waited: list[Any] = []
 
-    def save(node: Any) -> int | None:
-        saved[node.id] += (size := saves(node)) is not None
+    def save(plan: SavePlan) -> int | None:
+        saved[plan.node.id] += (size := saves(plan)) is not None
         return size
 
     def save_now(node: Any) -> None:
@@ -324,8 +327,8 @@ def test_eviction_candidates_are_saved_early(monkeypatch: pytest.MonkeyPatch, po
         saves_now(node)
         waited.extend(saved - before)
 
-    monkeypatch.setattr(server.cache, "_save", save)
-    monkeypatch.setattr(server.cache, "save_now", save_now)
+    monkeypatch.setattr(server.cache.saves, "execute", save)
+    monkeypatch.setattr(server.cache.saves, "save_now", save_now)
     for line in range(14):
         assert server.serve(prompt(line)) == 0
         for _ in range(3):
@@ -359,11 +362,11 @@ def test_superseded_snapshots_evict_no_blocks(monkeypatch: pytest.MonkeyPatch) -
     slots.registry.tick()
     for slot in (in_middle, end):
         slots.registry.use(slot)  # more likely to be reused than the others
-    server.cache.save_now(slots.nodes[in_middle])
-    assert not slots.registry.copied[in_middle]
+    server.cache.saves.save_now(slots.nodes[in_middle])
+    assert not slots.registry.copies.is_saved(in_middle)
     for slot in (end, in_middle):
-        server.cache.save_now(slots.nodes[slot])
-        assert slots.registry.copied[slot]
+        server.cache.saves.save_now(slots.nodes[slot])
+        assert slots.registry.copies.is_saved(slot)
     server.check()
     server.check_contents()
 
@@ -375,7 +378,7 @@ def test_evicted_inner_snapshot_keeps_its_blocks(monkeypatch: pytest.MonkeyPatch
         server.serve(prompt(line, blocks))
         server._make_room(20)
         server.check()
-    assert server.cache.full_kv_pool_host.held == 16 and server.cache.mamba_pool_host.held == 3
+    assert server.cache.full_kv_pool_host.used_rows == 16 and server.cache.mamba_pool_host.used_rows == 3
     assert [server.serve(prompt(0, 10)), server.serve(prompt(1))] == [10 * BLOCK, 6 * BLOCK]
     assert not server.wrong
 
@@ -387,7 +390,7 @@ def test_a_path_is_evicted_from_its_end_upwards(monkeypatch: pytest.MonkeyPatch)
         server.serve(prompt(0, blocks))
     server._make_room(20)
     assert server.cache.evict_host(7 * BLOCK) == 7 * BLOCK
-    assert server.cache.full_kv_pool_host.held == server.cache.mamba_pool_host.held == 0
+    assert server.cache.full_kv_pool_host.used_rows == server.cache.mamba_pool_host.used_rows == 0
     server.check()
 
 
@@ -402,9 +405,9 @@ def test_unread_blocks_without_snapshot_are_evicted(monkeypatch: pytest.MonkeyPa
     evict_from_host(cache, parted, [server.component])
     server.check()
     lock = cache.inc_host_lock_ref(parted.id).to_dec_params()
-    assert cache.evict_host(20 * BLOCK) == 2 * BLOCK and cache.full_kv_pool_host.held == 2
+    assert cache.evict_host(20 * BLOCK) == 2 * BLOCK and cache.full_kv_pool_host.used_rows == 2
     cache.dec_host_lock_ref(parted.id, lock)
-    assert cache.evict_host(1) == 2 * BLOCK and cache.full_kv_pool_host.held == 0
+    assert cache.evict_host(1) == 2 * BLOCK and cache.full_kv_pool_host.used_rows == 0
     server.check()
 
 
@@ -416,7 +419,7 @@ def places(server: HostCacheServer) -> dict[str, set[int]]:
         if not registry.following(place):
             line = server.tokens_of(node)[0] // 100
             held["device" if place <= registry.capacity else "host"].add(line)
-            if registry.copied[place]:
+            if registry.copies.is_saved(place):
                 held["host"].add(line)
     return held
 
@@ -434,7 +437,7 @@ def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPa
     tokens = list(request.full_untruncated_fill_ids)
     server.retract(request)
     server.check()
-    assert server.cache.full_kv_pool_host.held == (0 if policy == "write_back" else 9), "it is saved at once"
+    assert server.cache.full_kv_pool_host.used_rows == (0 if policy == "write_back" else 9), "it is saved at once"
     server._make_room(40)
     assert server.serve(tokens[: request.prompt]) == 7 * BLOCK
     server._make_room(40)
@@ -531,12 +534,14 @@ def test_fully_evicted_snapshot_is_forgotten(monkeypatch: pytest.MonkeyPatch) ->
         server.serve(prompt(line, blocks=3))
         (slot,) = (place for place, node in slots.nodes.items() if server.tokens_of(node)[0] == 100 * line + 1)
         node = slots.nodes[slot]
-        assert slots.registry.copied[slot] and slots.registry.held[slot]
+        assert slots.registry.copies.is_saved(slot) and slots.registry.in_registry[slot]
         component.evict_component(node, defaultdict(list), defaultdict(list), [], target=target)
         places = [place for place, of in slots.nodes.items() if of is node]
         assert [place > slots.registry.capacity for place in places] == {1: [True], 3: [], 2: [False]}[target]
-        assert all(slots.registry.held[place] for place in places) and slots.registry.held.sum() == len(slots.nodes)
-        assert target is not EvictLayer.HOST or not slots.registry.copied[slot], "it would be saved again"
+        assert all(slots.registry.in_registry[place] for place in places) and slots.registry.in_registry.sum() == len(
+            slots.nodes
+        )
+        assert target is not EvictLayer.HOST or not slots.registry.copies.is_saved(slot), "it would be saved again"
 
 
 def test_a_save_evicts_nothing_of_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,14 +550,14 @@ def test_a_save_evicts_nothing_of_its_own_path(monkeypatch: pytest.MonkeyPatch) 
     cache, slots = server.cache, server.component.slots
     server.serve(prompt(0, blocks=6))
     server.serve(prompt(0, blocks=10))
-    held = cache.full_kv_pool_host.held, cache.mamba_pool_host.held
+    held = cache.full_kv_pool_host.used_rows, cache.mamba_pool_host.used_rows
     assert held == (8, 3), "the snapshots at 4, 6 and 8 blocks"
     (end,) = (node for node in slots.nodes.values() if len(server.tokens_of(node)) == 10 * BLOCK)
     slots.registry.use(slots.id_of(end))
-    cache.save_now(end)
+    cache.saves.save_now(end)
     server.settle()
-    assert (cache.full_kv_pool_host.held, cache.mamba_pool_host.held) == held
-    assert not slots.registry.copied[slots.id_of(end)]
+    assert (cache.full_kv_pool_host.used_rows, cache.mamba_pool_host.used_rows) == held
+    assert not slots.registry.copies.is_saved(slots.id_of(end))
     server.check()
     server.check_contents()
     server._make_room(40)
@@ -659,16 +664,34 @@ def test_a_snapshot_keeps_its_history_when_it_moves() -> None:
         registry.tick()
     registry.use(2)
     row = registry.host_id(1)
-    before = registry.length[2], registry.recompute_cost()[2], registry.last[2], registry.interval[2]
+
+    def history(number: int) -> tuple[float, ...]:
+        cost = registry.policy.recompute_cost()[number]
+        return registry.length[number], cost, registry.last[number], registry.interval[number]
+
+    before = history(2)
     for place, to in ((2, row), (row, 4)):
         registry.move(place, to)
-        assert (registry.length[to], registry.recompute_cost()[to], registry.last[to], registry.interval[to]) == before
+        assert (
+            registry.length[to],
+            registry.policy.recompute_cost()[to],
+            registry.last[to],
+            registry.interval[to],
+        ) == before
         assert registry.previous[to] == 1 and registry.previous[3] == to
-        assert registry.held[to] and not registry.held[place]
+        assert registry.in_registry[to] and not registry.in_registry[place]
+        assert registry.copies.is_saved(to) == (to <= registry.capacity), "the host keeps the copy of a loaded snapshot"
     registry.remove(4)
-    assert registry.previous[3] == 1 and registry.held.sum() == 2
+    assert registry.previous[3] == 1 and registry.in_registry.sum() == 2
     with pytest.raises(ValueError, match="cannot move"):
         registry.move(1, 3)
+
+
+def search(registry: SnapshotRegistry, tokens: int, slots: int) -> list[int]:
+    """Return the snapshots that the device evicts next, and mark them."""
+    leaving = registry.policy.next_evicted(tokens, slots)
+    registry.policy.mark_next_evicted(leaving)
+    return leaving
 
 
 def registry_of(lengths: dict[int, int]) -> SnapshotRegistry:
@@ -677,7 +700,7 @@ def registry_of(lengths: dict[int, int]) -> SnapshotRegistry:
     for slot, length in lengths.items():
         registry.tick()
         registry.add(slot, length, 0)
-        registry.pending_write[slot] = True
+        registry.note_copy(CopyEvent.NEED, slot)
     registry.tick()
     return registry
 
@@ -689,35 +712,45 @@ def test_duplicates_of_the_device_are_evicted_first() -> None:
     prefix has a higher value than a short one.
     """
     registry = registry_of({1: 4000, 2: 2000, 3: 1000, 4: 500, 5: 3000, 6: 1500})
-    assert registry.to_copy() == [1, 5, 2, 6, 3, 4], "not in the order of their eviction value"
+    assert registry.policy.to_save() == [1, 5, 2, 6, 3, 4], "not in the order of their eviction value"
     row = registry.host_id
     for at, slot in enumerate((5, 6)):
         registry.move(slot, row(at))
-    registry.copied[[1, 2, 3, 4]] = True
-    assert registry.to_copy() == []
-    assert registry.note_eviction_candidates(0, 2) == [4, 3] and registry.lowest_value(needed=True, saves=0) == 4
-    assert registry.on_host(registry.host_value(registry.eviction_score())) == [1, 2, 4, 3, row(1), row(0)]
+    for slot in (1, 2, 3, 4):
+        registry.note_copy(CopyEvent.SAVE, slot)
+    policy = registry.policy
+    assert policy.to_save() == []
+    assert search(registry, 0, 2) == [4, 3] and policy.lowest_value(needed=True, saves=0) == 4
+    assert list(HostEvictionOrder(policy, for_rows=True, below=0)) == [1, 2, 4, 3, row(1), row(0)]
+    assert list(HostEvictionOrder(policy, for_rows=True, below=3)) == [1, 2, 4], "only what is worth less"
     # To free blocks only the likelihood of reuse counts, so the first ones stay.
-    assert registry.on_host(registry.host_value(registry.reuse_interval())) == [1, 2, row(1), row(0), 4, 3]
+    assert list(HostEvictionOrder(policy, for_rows=False, below=0)) == [1, 2, row(1), row(0), 4, 3]
 
 
 def test_order_of_eviction_candidates() -> None:
     """The next evictions are the ends of paths in the order of their leaves, then the snapshots before them.
 
-    Locked snapshots are not among them.
+    Locked snapshots are among them, but free nothing.
     """
     registry = registry_of({1: 1000, 2: 1000, 3: 1000})
     registry.add(4, 1500, 3)
     for _ in range(3):
         registry.tick()
     registry.use(4)  # reused after three requests; the others have waited longer
-    assert registry.note_eviction_candidates(0, 0) == [] and not registry.evicted_next.any()
+    assert search(registry, 0, 0) == []
     for tokens, leaving in ((1, [1]), (1001, [1, 2]), (2001, [1, 2, 4]), (2501, [1, 2, 4, 3]), (10**9, [1, 2, 4, 3])):
-        assert registry.note_eviction_candidates(tokens, 0) == leaving
-    assert registry.note_eviction_candidates(0, 1) == [3] and registry.evicted_next.nonzero()[0].tolist() == [3]
+        assert search(registry, tokens, 0) == leaving
+    assert search(registry, 0, 1) == [3]
     registry.lock(1)
-    assert registry.note_eviction_candidates(1, 0) == [2]
-    assert registry.evicted_next.nonzero()[0].tolist() == [1, 2], "its copy is not spare while a request holds it"
-    registry.copied[2] = True
+    assert search(registry, 1, 0) == [1, 2]
+    for slot in (2, 3, 4):
+        registry.note_copy(CopyEvent.SAVE, slot)
+    # The copy of the next one is no duplicate. The device keeps 4 longest.
+    assert list(HostEvictionOrder(registry.policy, for_rows=False, below=0)) == [4, 3, 2]
     registry.lock(2)  # locked by its copy
-    assert registry.note_eviction_candidates(1, 0) == [2] and registry.evicted_next[2]
+    assert search(registry, 1, 0) == [1, 2], "it frees its blocks when the copy ends"
+    registry.policy.mark_next_evicted([])
+    assert search(registry, 1, 0) == [1, 2, 4], "it is locked by a request"
+    registry.note_copy(CopyEvent.SAVE, 1)
+    # A copy is no duplicate while a request holds the snapshot.
+    assert list(HostEvictionOrder(registry.policy, for_rows=False, below=0)) == [3, 1, 2, 4]

@@ -24,7 +24,8 @@ from support.host_cache import HostCacheServer
 from support.prefix_tree import BLOCK, without_a_server
 
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt.features.integrity import COPIES, audit
+from dsv4_sglang.srt.features.integrity.audit import audit
+from dsv4_sglang.srt.features.integrity.owners import COPIES
 from dsv4_sglang.srt.host_cache import storage as storage_module
 from dsv4_sglang.srt.host_cache.folder import USED, stored_files
 from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
@@ -113,9 +114,9 @@ def test_storage_completes_a_prefix_on_the_device(folder: Path, restarted: Start
         server.serve(longer)
     with restarted(host_blocks=host_blocks) as server:
         assert server.serve(PROMPT) == 0
-        assert server.cache.evict_host(120 * BLOCK) > 0 == server.cache.full_kv_pool_host.held
+        assert server.cache.evict_host(120 * BLOCK) > 0 == server.cache.full_kv_pool_host.used_rows
         server.check()
-        assert server.prefetch(longer) > 0 < server.cache.full_kv_pool_host.held
+        assert server.prefetch(longer) > 0 < server.cache.full_kv_pool_host.used_rows
         server.check()
         server._make_room(40)
         server.check()
@@ -239,7 +240,7 @@ def fetched(server: HostCacheServer, tokens: list[int]) -> int:
 
 
 def host_held(server: HostCacheServer) -> tuple[int, int]:
-    return server.cache.full_kv_pool_host.held, server.cache.mamba_pool_host.held
+    return server.cache.full_kv_pool_host.used_rows, server.cache.mamba_pool_host.used_rows
 
 
 @pytest.mark.parametrize("storage", ["file"], indirect=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,22 +19,18 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.server_args import ServerArgs
-from torch import nn
+from support.backend import make_runner
 
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
 from dsv4_sglang.attention.registry import PortableAttention
-from dsv4_sglang.cache.append import LayerTables
-from dsv4_sglang.cache.schema import build_schema
-from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.srt.attention import backend as backend_module
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerOutput
-from dsv4_sglang.srt.models import layers
-from dsv4_sglang.srt.models.layers import CachedAttention, CompressorWeights, IndexerWeights
+from dsv4_sglang.srt.models import attention
+from dsv4_sglang.srt.models.attention import CachedAttention
 from dsv4_sglang.srt.sglang.models import config_class
 from dsv4_sglang.testing.tiny import TinySpec, config_json
 
-CONFIG = SimpleNamespace(
-    hidden_size=8, rms_norm_eps=1e-6, index_n_heads=4, index_head_dim=128, q_lora_rank=16, head_dim=512
-)
+SPEC = TinySpec()
 
 
 class Stream:
@@ -77,85 +74,110 @@ class Device:
         stream, count, _ = self.work[first]
         return self.work[then][2].get(stream, 0) >= count
 
-    def doing(self, name: str, result=None):
-        def work(*args, **kwargs):
+    def doing(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that records `name` and then does the work."""
+
+        def recorded(*args: Any) -> Any:
             self.do(name)
-            return result(*args) if callable(result) else result
+            return work(*args)
 
-        return work
+        return recorded
 
 
-def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> CachedAttention:
-    layer = CachedAttention.__new__(CachedAttention)
-    nn.Module.__init__(layer)
-    layer.compress_ratio, layer.eps, layer.rope, layer.streams = ratio, 1e-6, torch.zeros(4, 64), tuple(streams)
-    layer.kv_norm, layer._sinks = nn.LayerNorm(512), torch.zeros(1)
-    layer._widths, layer._weight_of_x, layer.quantises_output = [], torch.zeros(0), False
-    layer.compressor = CompressorWeights(CONFIG, ratio, 512, "compressor") if ratio else None
-    layer.indexer = IndexerWeights(CONFIG, None, "indexer") if ratio == 4 else None
-    layer._overlaps = lambda x: True
-    layer._down = device.doing(f"{name} down", (torch.zeros(1, 16), torch.zeros(1, 512)))
-    layer._latent = device.doing(f"{name} latent", torch.zeros(1, 16))
-    layer._query = device.doing(f"{name} query")
-    layer._project_out = device.doing(f"{name} out", torch.zeros(1, 8))
-    if ratio:
-        project = layer._project_x
-        layer._project_x = device.doing(f"{name} project", project)
-    if layer.indexer:
-        layer.indexer.wq_b.forward = device.doing(f"{name} index query", (torch.zeros(1, 512), None))
+def in_processes(count: int, folder: Path, work: Callable[[int], None], **flags: Any) -> None:
+    """Run `work(rank)` in forks of this process, a group of tensor-parallel servers with these flags. All of them must
+    succeed."""
+    children = []
+    for rank in range(count):
+        if (child := os.fork()) == 0:
+            try:
+                where = f"file://{folder}/found"
+                parallel_state.init_distributed_environment(count, rank, where, rank, "gloo")
+                args = ServerArgs(model_path="dummy", device="cpu", tp_size=count, **flags)
+                ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
+                runtime_context.publish(args, role="test", ranks=ranks)
+                parallel_state.initialize_model_parallel(backend="gloo")  # takes the sizes from the published flags
+                work(rank)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
+
+
+def make_config() -> Any:
+    return config_class()(**config_json(SPEC))
+
+
+def make_layer(ratio: int, streams: list[Stream]) -> CachedAttention:
+    """Return a layer of a model with random parameters."""
+    torch.manual_seed(0)
+    layer = CachedAttention(make_config(), SPEC.ratios.index(ratio), None, "", streams)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
     return layer
 
 
-def make_backend(
-    device: Device, monkeypatch: pytest.MonkeyPatch, ratio: int = 4
-) -> tuple[HybridCacheBackend, SimpleNamespace]:
-    """Make the real backend's decode over fake ops, which record themselves under the name of the current layer."""
-    backend = HybridCacheBackend.__new__(HybridCacheBackend)
-    config = DSV4Config.flash()
-    spec = next(spec for spec in build_schedule(config) if spec.attn.ratio == ratio)
-    backend.schemas = [build_schema(config, spec, kv_format="fp32", key_format="fp32")]
-    backend.tables = [LayerTables(None, None, None, None)]
-    backend.state = SimpleNamespace(layout=SimpleNamespace(ring_rows=128))
-    backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
-    backend.is_draft = backend.drafts_blocks = backend._recorded = False
-    backend.draft_tokens = 0
-    backend.heads, backend.dtype, backend.kernels = 1, torch.float32, [PortableAttention()]
-    backend.kernel, backend._graph_scratch, backend._scratch = PortableAttention(), {}, {}
-    i = torch.zeros(1, dtype=torch.int32)
-    backend.metadata = SimpleNamespace(
-        **dict.fromkeys(("slots", "prefix_lens", "query_start", "token_request", "out_loc", "csa_lens", "hca_lens"), i),
-        positions=i,
-        block_table=i[None],
-        window_indices=i[None],
-        window_lens=i,
-        hca_list=lambda: (i[None], i, None),
-        track_slots=None,
-        is_decode=True,
-        copy_src=None,
+def record_work(layer: CachedAttention, device: Device, name: str) -> None:
+    """Record what the layer does under `name`, and let it use its streams, which it does in CUDA graphs only."""
+    layer._overlaps = lambda x: True
+    works = {"_down": "down", "_latent": "latent", "_query": "query", "_project_out": "out"}
+    if layer.compressor:
+        works["projections"] = "project"
+    for method, work in works.items():
+        setattr(layer, method, device.doing(f"{name} {work}", getattr(layer, method)))
+    if layer.indexer:
+        projection = layer.indexer.wq_b
+        projection.forward = device.doing(f"{name} index query", projection.forward)
+
+
+def begin_decode(backend: HybridCacheBackend) -> SimpleNamespace:
+    """Build the metadata of a decode step of one request with three tokens. Return its batch."""
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=1,
+        seq_lens=torch.tensor([4]),
+        req_pool_indices=torch.tensor([1]),
+        out_cache_loc=backend.req_to_token_pool.req_to_token[1, 3:4].long(),
+        mamba_track_mask=None,
+        mamba_track_indices=None,
     )
-    at = SimpleNamespace(layer="")
-    for op, result in (("append", None), ("index_topk", None), ("attend", torch.zeros(1, 1, 512))):
-        monkeypatch.setattr(
-            torch.ops.dsv4_sglang, op, lambda *args, op=op, result=result: device.do(f"{at.layer} {op}") or result
-        )
-    return backend, at
+    backend.init_forward_metadata(batch)
+    return batch
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_a_layer(ratio: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int) -> None:
+        check_order(ratio, monkeypatch)
+
+    in_processes(1, tmp_path, work)
+
+
+@torch.no_grad()
+def check_order(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     streams = [Stream(), Stream()]
-    backend, at = make_backend(device, monkeypatch, ratio)
-    monkeypatch.setattr(layers, "get_attn_backend", lambda: backend)
-    for name in "AB":
-        layer = make_layer(ratio, streams, device, name)
-        at.layer = name
-        layer.attn_mqa = lambda q, k, v, batch, inputs: backend.forward(
-            q, k, v, SimpleNamespace(layer_id=0, scaling=1.0), batch, inputs=inputs
-        )
+    made = {name: make_layer(ratio, streams) for name in "AB"}
+    backend = HybridCacheBackend(make_runner(ratio, heads=SPEC.heads))
+    monkeypatch.setattr(attention, "get_attn_backend", lambda: backend)
+    at = SimpleNamespace(layer="")
+    for op in ("append", "index_topk", "attend"):
+        real = getattr(torch.ops.dsv4_sglang, op)
+
+        def recorded(*args: Any, op: str = op, real: Callable[..., Any] = real) -> Any:
+            device.do(f"{at.layer} {op}")
+            return real(*args)
+
+        monkeypatch.setattr(torch.ops.dsv4_sglang, op, recorded)
+    for name, layer in made.items():
+        record_work(layer, device, name)
+        layer.attn_mqa.layer_id, at.layer = 0, name
+        batch = begin_decode(backend)
         device.do(f"{name} x")
-        batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
-        assert layer(torch.zeros(1), torch.zeros(1, 8), batch).shape == (1, 8)
+        out = layer(torch.tensor([3]), torch.randn(1, SPEC.hidden), batch)
+        assert out.shape == (1, SPEC.hidden) and out.isfinite().all()
     work = {name[2:] for name in device.work}
     assert len(work) == {0: 7, 128: 8, 4: 10}[ratio]
     needs = {
@@ -185,76 +207,68 @@ def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert not device.ordered(one, other) and not device.ordered(other, one), pair
 
 
-def test_projections_of_x_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projections_of_x_are_one_matrix(tmp_path: Path) -> None:
     """The parameters are views of the fused weight, stay so after weights are reloaded, and give the same products."""
-    torch.manual_seed(0)
-    layer = make_layer(4, [None, None], Device(monkeypatch), "A")
-    linears = [layer.compressor.wkv_gate, layer.indexer.compressor.wkv_gate, layer.indexer.weights_proj]
-    names = {name for name, _ in layer.named_parameters()}
-    x = torch.randn(5, 8)
-    for _ in range(2):
-        for linear in linears:
-            linear.weight.weight_loader(linear.weight, torch.randn(linear.weight.shape))
-        layer.fuse_projections_of_x()
-        fused = layer._weight_of_x
-        assert {name for name, _ in layer.named_parameters()} == names
-        for projected, linear in zip(layer._project_x(x), linears):
-            assert linear.weight.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
-            expected = layers.linear_fp32(x, linear.weight)
-            assert projected.dtype == torch.float32 and torch.allclose(projected, expected, atol=1e-5)
-    address = fused.data_ptr()
-    layer.fuse_projections_of_x()
-    assert layer._weight_of_x.data_ptr() == address
+
+    def work(rank: int) -> None:
+        layer = make_layer(4, [])
+        linears = [layer.compressor.wkv_gate, layer.indexer.compressor.wkv_gate, layer.indexer.weights_proj]
+        names = {name for name, _ in layer.named_parameters()}
+        x = torch.randn(5, SPEC.hidden)
+        for _ in range(2):
+            for linear in linears:
+                linear.weight.weight_loader(linear.weight, torch.randn(linear.weight.shape))
+            layer.projections.fuse()
+            fused = layer.projections.weight
+            assert {name for name, _ in layer.named_parameters()} == names
+            for projected, linear in zip(layer.projections(x), linears):
+                assert linear.weight.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
+                expected = x.double() @ linear.weight.double().T
+                # The error of an fp32 sum of n products is at most n eps times the sum of their magnitudes.
+                bound = x.abs() @ linear.weight.abs().T * SPEC.hidden * torch.finfo(torch.float32).eps
+                assert projected.dtype == torch.float32 and ((projected - expected).abs() <= bound).all()
+        address = fused.data_ptr()
+        layer.projections.fuse()
+        assert layer.projections.weight.data_ptr() == address
+
+    in_processes(1, tmp_path, work)
 
 
 def test_graphs_keep_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded graphs write to fixed addresses, so their buffers stay allocated when a longer step needs larger ones.
     Padding heads of a query are zero in every step, inside CUDA graphs and outside them."""
-    backend, _ = make_backend(Device(monkeypatch), monkeypatch)
-    backend.max_blocks, backend.heads = 64, 5
+    kernels = [FlashMLAAttention(), PortableAttention()]
+    monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(backend_module, "make_kernels", lambda *model: kernels)
+    backend = HybridCacheBackend(make_runner(4, heads=5, top_k=8))
     assert backend.query_buffer(3).shape == (3, 5, 512)
-    backend.kernel = FlashMLAAttention()
-    backend.kernels.insert(0, backend.kernel)
+    backend.layers.kernel = kernels[0]
     backend.init_cuda_graph_state(4, 4)
-    width = backend._score_width(backend._graph_buffers.block_table)
-    assert width > 0
+    table = torch.zeros(4, 64)
 
     def scratch(tokens: int) -> list[torch.Tensor]:
-        indices = backend._buffer("indices", tokens, backend.top_k, torch.int32)
-        return [backend.query_buffer(tokens), indices, backend._buffer("scores", tokens, width, torch.float32)]
+        return [
+            backend.query_buffer(tokens),
+            backend.scratch.indices(tokens),
+            backend.scratch.scores(tokens, table),
+        ]
 
+    assert scratch(4)[2].shape == (4, 64 * 32)
     recorded = [tensor.data_ptr() for tensor in scratch(4)]
     for tokens in (4, 100, 3, 300, 100, 4):
         query, *others = scratch(tokens)
         assert query.shape == (tokens, 64, 512) and not query[:, 5:].any()
         query[:, :5] = float("nan")
         assert all(len(tensor) == tokens for tensor in others)
+    backend.free_scratch()
     assert [tensor.data_ptr() for tensor in scratch(4)] == recorded
-
-
-def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
-    """Run `work(rank)` in forks of this process, which find each other through a file. All of them must succeed."""
-    children = []
-    for rank in range(count):
-        if (child := os.fork()) == 0:
-            try:
-                where = f"file://{folder}/found"
-                parallel_state.init_distributed_environment(count, rank, where, rank, "gloo")
-                work(rank)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
 
 
 def test_attention_is_summed_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tensor-parallel processes, of which two share a layer's heads, each get the whole output. SGLang splits this
     way with DP attention, and with context parallelism."""
-    monkeypatch.setattr(layers.in_tree, "_FP8_WO_A_GEMM", False)
-    spec = TinySpec()
-    config = config_class()(**config_json(spec))
+    monkeypatch.setattr(attention.in_tree, "_FP8_WO_A_GEMM", False)
+    config = make_config()
     torch.manual_seed(0)
     dim = config.num_attention_heads * 512 // config.o_groups
     wo_a = torch.randn(config.o_groups * config.o_lora_rank, dim, dtype=torch.bfloat16)
@@ -264,9 +278,6 @@ def test_attention_is_summed_over_processes(tmp_path: Path, monkeypatch: pytest.
     whole = low.flatten(1) @ wo_b.T
 
     def work(rank: int) -> None:
-        args = ServerArgs(model_path="dummy", device="cpu", tp_size=4, dp_size=2, enable_dp_attention=True)
-        runtime_context.publish(args, role="test", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank))
-        parallel_state.initialize_model_parallel(backend="gloo")  # takes the sizes from the published flags
         layer = CachedAttention(config, 0, None, "", None)
         layer.wo_a.weight.weight_loader(layer.wo_a.weight, wo_a)
         layer.wo_b.weight.weight_loader(layer.wo_b.weight, wo_b)
@@ -279,4 +290,4 @@ def test_attention_is_summed_over_processes(tmp_path: Path, monkeypatch: pytest.
             own = sinks.float().tensor_split(2)[rank % 2]
             assert torch.equal(layer._sinks[: len(own)], own) and len(layer._sinks) >= 128
 
-    in_processes(4, tmp_path, work)
+    in_processes(4, tmp_path, work, dp_size=2, enable_dp_attention=True)

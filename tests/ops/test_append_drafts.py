@@ -111,7 +111,7 @@ class Requests:
         window = None
         if not decode:
             window = torch.zeros(1, step.window_size, self.layer.kv_format.width, dtype=self.layer.kv_format.dtype)
-            step.track_slots = self.tracked(who[0], counts[who[0]], step)
+            step.staging_slots = self.tracked(who[0], counts[who[0]], step)
         self.layer.append(step, inputs, window)
         for r in who:
             self.lengths[r] += kept[r]

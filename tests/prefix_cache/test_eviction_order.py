@@ -12,12 +12,16 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from support.eviction_scan import check_next_slot, check_sizes, priority
 from support.prefix_tree import BLOCK, TIMES, TreeServer, without_a_server
 
+from dsv4_sglang.srt.host_cache import evictions
+from dsv4_sglang.srt.host_cache.evictions import HostEvictionOrder
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
+from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 CAPACITY, ROWS = 24, 8
+DEVICE = range(1, CAPACITY + 1)
 
 
 class RandomRegistry:
@@ -26,6 +30,8 @@ class RandomRegistry:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.registry = SnapshotRegistry(CAPACITY, ROWS)
+        # Numbers that were given up since this set was cleared.
+        self.renumbered: set[int] = set()
 
     def one(self, where: Callable[[int], bool], among: range = range(1, CAPACITY + ROWS + 1)) -> int:
         found = [number for number in among if where(number)]
@@ -35,9 +41,9 @@ class RandomRegistry:
         """Make one change, and return its name."""
         kind = self.rng.choice(("add", "add", "use", "lock", "unlock", "remove", "move", "leaf", "tick", "ghost_hit"))
         registry, rng = self.registry, self.rng
-        held = self.one(lambda n: bool(registry.held[n]))
-        idle = self.one(lambda n: bool(registry.held[n]) and not registry.locks[n])
-        free = self.one(lambda n: not registry.held[n])
+        held = self.one(lambda n: bool(registry.in_registry[n]))
+        idle = self.one(lambda n: bool(registry.in_registry[n]) and not registry.locks[n])
+        free = self.one(lambda n: not registry.in_registry[n])
         if kind == "add" and free:
             previous = held if rng.random() < 0.6 else 0
             below = registry.following(previous) if previous and rng.random() < 0.5 else set()
@@ -53,10 +59,12 @@ class RandomRegistry:
             registry.unlock(locked)
         elif kind == "remove" and idle:
             registry.remove(idle, path_hash=rng.randrange(1, 5))
+            self.renumbered.add(idle)
         elif kind == "move" and idle and free:
             registry.move(idle, free)
+            self.renumbered.add(idle)
         elif kind == "leaf" and held:
-            registry.at_leaf(held, rng.random() < 0.7)
+            registry.policy.at_leaf(held, rng.random() < 0.7)
         elif kind == "tick":
             registry.tick()
         elif kind == "ghost_hit":
@@ -64,11 +72,11 @@ class RandomRegistry:
         return kind
 
 
-def candidates(registry: SnapshotRegistry, tokens: int, slots: int) -> list[int]:
-    """Return what `note_eviction_candidates` returns, by sorting everything."""
-    here = [n for n in range(1, CAPACITY + 1) if registry.held[n]]
-    free = [n for n in here if not registry.locks[n] or (registry.evicted_next[n] and registry.copied[n])]
-    score, interval = registry.eviction_score(), registry.reuse_interval()
+def next_evicted(registry: SnapshotRegistry, marked: list[int], tokens: int, slots: int) -> list[int]:
+    """Return what `EvictionPolicy.next_evicted` returns, by sorting everything. `marked`: the last result."""
+    here = [n for n in range(1, CAPACITY + 1) if registry.in_registry[n]]
+    free = [n for n in here if not registry.locks[n] or (n in marked and registry.copies.is_saved(n))]
+    score, interval = registry.policy.eviction_score(), registry.policy.reuse_interval()
     going: dict[int, None] = {}
     for number in sorted(here, key=lambda n: -score[n]) if slots > 0 else ():
         going[number] = None
@@ -88,30 +96,72 @@ def candidates(registry: SnapshotRegistry, tokens: int, slots: int) -> list[int]
                 children[above].remove(number)
                 if not children[above]:
                     heapq.heappush(ends, (-interval[above], above))
-    return [number for number in going if number in free]
+    return list(going)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_orders_equal_full_scans_after_changes(seed: int) -> None:
     of = RandomRegistry(seed)
     registry = of.registry
-    seen = set()
+    seen, marked = set(), list[int]()
     for _ in range(600 * TIMES):
         seen.add(of.change())
         check_next_slot(registry)
         check_sizes(registry)
-        assert not list(registry.misplaced())
-        leaves, interval = list(registry.leaves.entries), registry.reuse_interval()
+        assert not list(registry.policy.misplaced())
+        leaves, interval = list(registry.policy.leaves.entries), registry.policy.reuse_interval()
         longest = max((float(interval[n]) for n in leaves), default=0.0)
-        victim = registry.next_leaf()
+        victim = registry.policy.next_leaf()
         assert float(interval[victim]) == pytest.approx(longest, rel=1e-14) if leaves else victim == 0
         if of.rng.random() < 0.1:
             tokens, slots = of.rng.randrange(0, 60 * BLOCK), of.rng.randrange(0, 12)
-            expected = candidates(registry, tokens, slots)
-            assert registry.note_eviction_candidates(tokens, slots) == expected
-            copied = [n for n in expected if of.rng.random() < 0.5]
-            registry.copied[copied] = True
+            marked = [n for n in marked if n not in of.renumbered]
+            expected = next_evicted(registry, marked, tokens, slots)
+            assert registry.policy.next_evicted(tokens, slots) == expected
+            registry.policy.mark_next_evicted(marked := expected)
+            of.renumbered.clear()
+            for number in expected:
+                if of.rng.random() < 0.5 and not registry.copies.is_saved(number):
+                    registry.note_copy(CopyEvent.SAVE, number)
     assert len(seen) == 9
+
+
+def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
+    """Return the value of the host copy of each snapshot. Duplicates of what the device keeps have negative ones."""
+    value = 1 / (registry.policy.eviction_score() if for_rows else registry.policy.reuse_interval())
+    return np.where(registry.policy.duplicates(), -value, value)
+
+
+@pytest.mark.parametrize("for_rows", [False, True])
+def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool) -> None:
+    """The order is sorted in parts, and ends of paths are inserted meanwhile."""
+    monkeypatch.setattr(evictions, "READ_AT_FIRST", 2)
+    of, longest = RandomRegistry(1), 0
+    registry, rng = of.registry, of.rng
+    for _ in range(60 * TIMES):
+        for _ in range(5):
+            of.change()
+        registry.policy.mark_next_evicted(leaving := registry.policy.next_evicted(0, rng.randrange(4)))
+        # The copy of a snapshot that leaves next is no duplicate, from the moment when it is made.
+        for number in {*leaving, of.one(lambda n: bool(registry.in_registry[n]), DEVICE)} - {0}:
+            if not registry.copies.is_saved(number):
+                registry.note_copy(CopyEvent.SAVE, number)
+        copied = registry.copies.saved() | (np.arange(registry.size) > CAPACITY)
+        on_host = np.flatnonzero(registry.in_registry & copied).tolist()
+        values, below = host_values(registry, for_rows), rng.choice([0, *on_host])
+        bound = abs(values[below]) if below else float("inf")
+        heap = [(values[n], n) for n in on_host if values[n] < bound]
+        longest = max(longest, len(heap))
+        heapq.heapify(heap)
+        order = HostEvictionOrder(registry.policy, for_rows=for_rows, below=below)
+        for number in order:
+            assert number == heapq.heappop(heap)[1]
+            if rng.random() < 0.3:
+                order.insert(end := rng.choice(on_host))
+                if values[end] < bound:
+                    heapq.heappush(heap, (values[end], end))
+        assert not heap
+    assert longest > 10, "the order was never sorted in parts"
 
 
 def test_optional_snapshots_evict_only_less_valuable_ones() -> None:
@@ -120,11 +170,11 @@ def test_optional_snapshots_evict_only_less_valuable_ones() -> None:
     registry.add(2, 16 * BLOCK, 1)
     registry.tick()
     registry.use(2)
-    registry.mean_interval = 100.0
-    assert registry.lowest_value(needed=True, saves=BLOCK) == 1, "the superseded one"
+    registry.reuse.mean_interval = 100.0
+    assert registry.policy.lowest_value(needed=True, saves=BLOCK) == 1, "the superseded one"
     # The new one saves as many tokens x reuses as the superseded one, or one block more.
-    assert registry.lowest_value(needed=False, saves=8 * BLOCK) == 0
-    assert registry.lowest_value(needed=False, saves=9 * BLOCK) == 1
+    assert registry.policy.lowest_value(needed=False, saves=8 * BLOCK) == 0
+    assert registry.policy.lowest_value(needed=False, saves=9 * BLOCK) == 1
 
 
 def test_candidates_are_limited() -> None:
@@ -132,12 +182,12 @@ def test_candidates_are_limited() -> None:
     for slot in range(1, 41):
         registry.add(slot, slot % 5 * BLOCK + BLOCK, 0)
         registry.tick()
-    everything = registry.note_eviction_candidates(10**9, 0, most=40)
+    policy = registry.policy
+    everything = policy.next_evicted(10**9, 0, most=40)
     assert len(everything) == 40
-    assert registry.note_eviction_candidates(10**9, 0, most=7) == everything[:7]
-    assert np.flatnonzero(registry.evicted_next).tolist() == sorted(everything[:7])
-    by_slot = registry.note_eviction_candidates(0, 40, most=40)
-    assert registry.note_eviction_candidates(0, 40, most=7) == by_slot[:7]
+    assert policy.next_evicted(10**9, 0, most=7) == everything[:7]
+    by_slot = policy.next_evicted(0, 40, most=40)
+    assert policy.next_evicted(0, 40, most=7) == by_slot[:7]
 
 
 def test_a_ranking_does_not_grow_with_its_changes() -> None:
@@ -196,7 +246,10 @@ def test_every_victim_is_that_of_a_full_scan(server: TreeServer, monkeypatch: py
         server.cache.evict(EvictParams(num_tokens=BLOCK * rng.randint(1, 9)))
         server.check()
     assert kinds == {False, True}
-    assert not server.component.slots.registry.held.any() and server.allocator.available_size() == server.blocks * BLOCK
+    assert (
+        not server.component.slots.registry.in_registry.any()
+        and server.allocator.available_size() == server.blocks * BLOCK
+    )
 
 
 def test_an_eviction_does_not_visit_all_leaves(server: TreeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,10 @@ from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 timers = [CopyTimer("cpu") for _ in range(4)]
 slots = SimpleNamespace(timer=timers[0], waits=timers[1], num_slots=9, available_size=lambda: 4, snapshot_bytes=10)
 metrics = CacheMetrics(slots, enabled=True, rank=3, silent=False, host=True)
-blocks = SimpleNamespace(saved_rows=2, loaded_rows=1, row_bytes=1000, held=3, page_num=10, page_size=128, size=1280)
-snapshots = SimpleNamespace(saved_rows=1, loaded_rows=1, row_bytes=10, held=2, page_num=5, page_size=1, size=5)
+blocks = SimpleNamespace(
+    saved_rows=2, loaded_rows=1, row_bytes=1000, used_rows=3, page_num=10, page_size=128, size=1280
+)
+snapshots = SimpleNamespace(saved_rows=1, loaded_rows=1, row_bytes=10, used_rows=2, page_num=5, page_size=1, size=5)
 metrics.attach(blocks, snapshots, timers[2], timers[3])
 metrics.add("hit_tokens", 7, "host")
 metrics.add("host_saves_skipped")
@@ -132,8 +134,8 @@ def slots() -> SimpleNamespace:
 
 
 def pools() -> tuple[Any, Any]:
-    blocks = SimpleNamespace(held=5, page_size=BLOCK, size=40 * BLOCK, saved_rows=0, loaded_rows=0, row_bytes=10)
-    snapshots = SimpleNamespace(held=6, page_num=7, saved_rows=0, loaded_rows=0, row_bytes=100)
+    blocks = SimpleNamespace(used_rows=5, page_size=BLOCK, size=40 * BLOCK, saved_rows=0, loaded_rows=0, row_bytes=10)
+    snapshots = SimpleNamespace(used_rows=6, page_num=7, saved_rows=0, loaded_rows=0, row_bytes=100)
     return blocks, snapshots
 
 
@@ -333,7 +335,7 @@ def test_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*(total(name) for name in names), *hits, total("snapshot_copied_bytes") / BYTES]
 
     assert server.serve(prompt) == 0
-    taken = component.metrics.held
+    taken = component.metrics.used_slots
     assert taken and counts() == [700, 0, taken, 0, 0, 0, 0, 0, taken]
     assert server.serve(prompt) == 5 * BLOCK
     assert counts() == [1400, 1, taken, 0, 0, 5 * BLOCK, 0, 0, taken + 1]
@@ -342,4 +344,4 @@ def test_requests_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         server.serve([900 + i] * 300)
     evicted = [total("snapshots_evicted", reason) for reason in metrics.REASONS]
     assert total("snapshots_evicted") == sum(evicted) > 40
-    assert total("snapshots_taken") == component.metrics.held + sum(evicted), "each is held or was evicted"
+    assert total("snapshots_taken") == component.metrics.used_slots + sum(evicted), "each is held or was evicted"

@@ -18,13 +18,15 @@ from benchmarks.prefix_simulation import (
     expected_blind,
 )
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix_cache.host_copy import TRANSITIONS, CopyEvent, HostCopy
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
-from dsv4_sglang.srt.prefix_cache.policy import REMEMBERED, SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+from dsv4_sglang.srt.prefix_cache.registry import REMEMBERED, SnapshotRegistry
 
 
-def hits(turns: Iterable[Turn], tokens: int, registry: type[SnapshotRegistry] = SnapshotRegistry) -> float:
+def hits(turns: Iterable[Turn], tokens: int, policy: type[EvictionPolicy] = EvictionPolicy) -> float:
     """Return the fraction of an infinite cache's hits in a pool of `tokens` tokens with enough snapshots."""
-    simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, registry=registry)
+    simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, policy=policy)
     simulation.run(turns)
     return simulation.hit_tokens / simulation.ideal_tokens
 
@@ -105,9 +107,9 @@ def test_a_new_mean_interval_counts_as_a_change() -> None:
         registry.add(slot, 128, 0)
     for step in (use, remove, return_after_eviction):
         registry.tick()
-        changes, interval = registry.changes, registry.mean_interval
+        changes, interval = registry.changes, registry.reuse.mean_interval
         step()
-        assert registry.mean_interval != interval and registry.changes > changes, step.__name__
+        assert registry.reuse.mean_interval != interval and registry.changes > changes, step.__name__
 
 
 def test_the_mean_interval() -> None:
@@ -120,21 +122,21 @@ def test_the_mean_interval() -> None:
 
     registry.add(1, 10 * BLOCK, 0)
     wait(4)
-    assert registry.use(1) == registry.mean_interval == registry.interval[1] == 4
+    assert registry.use(1) == registry.reuse.mean_interval == registry.interval[1] == 4
     wait(2)
     assert registry.use(1) == 2
     assert registry.interval[1] == (4 + 2) / 2
-    assert registry.mean_interval == pytest.approx((4 * decay + 2) / (decay + 1))
+    assert registry.reuse.mean_interval == pytest.approx((4 * decay + 2) / (decay + 1))
     registry.add(2, 20 * BLOCK, 1)
     registry.add(3, 30 * BLOCK, 1)
     assert registry.interval[[2, 3]].tolist() == [3, 0], "a continued branch inherits, a fork does not"
-    before = registry.mean_interval
+    before = registry.reuse.mean_interval
     wait(100)
     registry.use(1)
-    assert registry.mean_interval == before, "no end of a branch"
+    assert registry.reuse.mean_interval == before, "no end of a branch"
     registry.remove(3)
     reused = 4 + (2 - 4) / 32
-    assert registry.mean_interval == 2 * reused, "the limit"
+    assert registry.reuse.mean_interval == 2 * reused, "the limit"
     for _ in range(3):
         registry.use(2)
     waits, uses = ((4 * decay + 2) * decay + 100) * decay + 100, ((decay + 1) * decay) * decay + 1
@@ -142,14 +144,14 @@ def test_the_mean_interval() -> None:
     reused += (100 - reused) / 32
     reused += (0 - reused) / 32
     reused += (0 - reused) / 32
-    assert registry.mean_interval == pytest.approx(min(waits / uses, 2 * reused))
+    assert registry.reuse.mean_interval == pytest.approx(min(waits / uses, 2 * reused))
     registry.remove(1)
-    assert registry.mean_interval == pytest.approx(min(waits / uses, 2 * reused)), "no end of a branch either"
+    assert registry.reuse.mean_interval == pytest.approx(min(waits / uses, 2 * reused)), "no end of a branch either"
 
 
 def test_ghosts_are_counted_once_and_forgotten_oldest_first() -> None:
     registry = SnapshotRegistry(2)
-    most = REMEMBERED * len(registry.held)
+    most = REMEMBERED * len(registry.in_registry)
     for path_hash in range(1, most + 2):
         registry.add(1, BLOCK, 0)
         registry.tick()
@@ -173,8 +175,62 @@ def test_most_valuable_snapshots_are_saved_first() -> None:
     registry = SnapshotRegistry(6)
     for slot in range(1, 7):
         registry.add(slot, slot * BLOCK, 0)
-    registry.pending_write[1:6] = True
-    registry.attempted[4] = registry.copied[5] = True
-    assert registry.to_copy() == [3, 2, 1]
-    registry.attempted[2] = True
-    assert registry.to_copy() == [3, 1]
+    for slot in range(1, 6):
+        registry.note_copy(CopyEvent.NEED, slot)
+    registry.note_copy(CopyEvent.DEFER, 4)
+    registry.note_copy(CopyEvent.SAVE, 5)
+    assert registry.policy.to_save() == [3, 2, 1]
+    registry.note_copy(CopyEvent.DEFER, 2)
+    assert registry.policy.to_save() == [3, 1]
+
+
+def test_host_copy_states_follow_the_table() -> None:
+    """Every state is reached, each event leads where the three facts behind the state lead, and others are errors.
+
+    The facts: a copy is needed, it is not due before the device evicts the snapshot, the host has one.
+    """
+    facts = {
+        HostCopy.NOT_NEEDED: (False, False, False),
+        HostCopy.DUE: (True, False, False),
+        HostCopy.DEFERRED: (True, True, False),
+        HostCopy.SAVED_NOT_NEEDED: (False, False, True),
+        HostCopy.SAVED_DUE: (True, False, True),
+        HostCopy.SAVED_DEFERRED: (True, True, True),
+    }
+
+    def after(event: CopyEvent, needed: bool, deferred: bool, saved: bool) -> tuple[bool, bool, bool] | None:
+        """Return the facts after an event, None if it is impossible."""
+        if event is CopyEvent.NEED:
+            return True, deferred, saved
+        if event is CopyEvent.DEFER:
+            return True, True, saved
+        if event is CopyEvent.LOAD:
+            return None if needed or deferred or saved else (True, True, True)
+        return None if saved == (event is CopyEvent.SAVE) else (needed, deferred, event is CopyEvent.SAVE)
+
+    assert set(TRANSITIONS) == set(HostCopy) == set(facts)
+    reached, waiting = {HostCopy.NOT_NEEDED}, [HostCopy.NOT_NEEDED]
+    while waiting:
+        state = waiting.pop()
+        for event in CopyEvent:
+            copies = SnapshotRegistry(3).copies
+            copies.states[2] = state
+            expected = after(event, *facts[state])
+            if expected is None:
+                with pytest.raises(
+                    ValueError, match=f"snapshot 2: {event.name} is not possible in the state {state.name}"
+                ):
+                    copies.apply(event, 2)
+                continue
+            copies.apply(event, 2)
+            needed, deferred, saved = facts[copies[2]]
+            assert (needed, deferred, saved) == expected
+            assert copies.is_saved(2) == saved == copies.saved()[2] and not copies.saved()[[0, 1, 3]].any()
+            assert copies.is_unsaved(2) == (needed and not saved)
+            assert copies.due().tolist() == ([2] if needed and not deferred and not saved else [])
+            if copies[2] not in reached:
+                reached.add(copies[2])
+                waiting.append(copies[2])
+    assert reached == set(HostCopy)
+    copies.forget(2)
+    assert copies[2] is HostCopy.NOT_NEEDED

@@ -13,8 +13,8 @@ from support.prefix_tree import BLOCK, TIMES, Request, TreeServer, without_a_ser
 from benchmarks.agent_trace import Turn
 from benchmarks.prefix_simulation import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
-from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache.notes import BatchNote, RequestNote
 
 
 @pytest.fixture(autouse=True)
@@ -127,9 +127,13 @@ def test_evicted_snapshots_are_counted_by_reason(blocks: int, slots: int, reason
     server = TreeServer(blocks=8, snapshots=20, interval=2, chunk=30)
     run(server, list(range(5)), tail=44)
     metrics = server.component.metrics
-    assert (metrics.held, metrics.total("snapshots_evicted")) == (3, 0)
+    assert (metrics.used_slots, metrics.total("snapshots_evicted")) == (3, 0)
     server.press(blocks, slots)
-    assert (metrics.held, metrics.total("snapshots_evicted", reason), metrics.total("snapshots_evicted")) == (0, 3, 3)
+    assert (metrics.used_slots, metrics.total("snapshots_evicted", reason), metrics.total("snapshots_evicted")) == (
+        0,
+        3,
+        3,
+    )
 
 
 def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
@@ -158,7 +162,7 @@ def test_the_step_past_the_end_leaves_nothing() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=30)
     request = started(server, [1, 2, 3], tail=0)
     server.decode(request, 50)
-    past = server.component.plan_decode(request, 5 * BLOCK)
+    past = server.component.planner.plan_decode(request, 5 * BLOCK)
     server.state_content[past] = (1, 2, 3)
     server.finish(request)
     server.check()
@@ -170,7 +174,7 @@ def test_scarce_slots_prefer_the_prompts_end() -> None:
     request = server.admit(list(range(9)))
     assert request is not None
     request.extend_range.end = request.prompt
-    assert [length for length, _ in server.component.plan_prefill(request, room=1)] == [9 * BLOCK]
+    assert [length for length, _ in server.component.planner.plan_prefill(request, room=1)] == [9 * BLOCK]
 
 
 def test_scarce_slots_prefer_branch_points() -> None:
@@ -180,20 +184,20 @@ def test_scarce_slots_prefer_branch_points() -> None:
     request = server.admit(list(range(9)))
     assert request is not None and request.mamba_branching_seqlen == 5 * BLOCK
     request.extend_range.end = request.prompt
-    taken = server.component.plan_prefill(request, room=3)
+    taken = server.component.planner.plan_prefill(request, room=3)
     assert [length for length, _ in taken] == [5 * BLOCK, 8 * BLOCK, 9 * BLOCK]
 
 
 def test_the_requests_of_a_step_share_its_room() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=1, chunk=30)
     server.pool.mamba_pool = SimpleNamespace(staging=5)
-    batch = SimpleNamespace(req_to_token_pool=server.pool, tree_cache=server.cache, dsv4_plan=[])
+    batch = SimpleNamespace(req_to_token_pool=server.pool, tree_cache=server.cache)
     for keys in ([1, 2, 3, 4], [5, 6, 7, 8], [9, 9]):
         request = server.admit(keys)
         assert request is not None
         request.extend_range.end = request.prompt
         snapshot_schedule.plan_request(batch, request)
-    assert [len(taken) for taken in batch.dsv4_plan] == [4, 1, 0]
+    assert [len(taken) for taken in BatchNote.of(batch).prefill_plan] == [4, 1, 0]
 
 
 def test_only_prefill_steps_get_the_plan() -> None:
@@ -201,7 +205,7 @@ def test_only_prefill_steps_get_the_plan() -> None:
     runner, table = SimpleNamespace(attn_backend=backend), torch.ones(1, 1, 2)
     for prefill, expected in ((True, table), (False, None)):
         mode = SimpleNamespace(is_extend_without_speculative=lambda prefill=prefill: prefill)
-        batch = SimpleNamespace(forward_mode=mode, dsv4_plan_table=table)
+        batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_table=table))
         assert snapshot_schedule.pass_plan_to_backend(lambda *arguments: arguments, int, batch, runner)
         assert backend.prefill_plan is expected
 
@@ -211,7 +215,7 @@ def test_kept_snapshots_of_a_generation_stay() -> None:
     server = TreeServer(blocks=64, snapshots=20, interval=2, chunk=30)
     run(server, [1], tail=5, decode=5)
     held = server.component.slots.registry
-    assert sorted(held.length[held.held].tolist()) == [n * BLOCK for n in (1, 2, 4, 6)]
+    assert sorted(held.length[held.in_registry].tolist()) == [n * BLOCK for n in (1, 2, 4, 6)]
 
 
 def test_ghost_hits_stay_in_their_name_space() -> None:
@@ -221,10 +225,10 @@ def test_ghost_hits_stay_in_their_name_space() -> None:
         request = server.admit([1, 2, 3])
         assert request is not None
         request.extra_key = space
-        before = server.component.slots.registry._used_after
+        before = server.component.slots.registry.reuse.mean_reuse_wait
         server.prefill_all(request)
         server.finish(request)
-        return server.component.slots.registry._used_after - before
+        return server.component.slots.registry.reuse.mean_reuse_wait - before
 
     visit("a")
     server.press(64, 0)
@@ -248,10 +252,11 @@ def test_nothing_of_a_request_stays_after_its_end() -> None:
     request = started(server, [1, 2, 3])
     assert server.decode(request, 50)
     server.finish(request)
-    assert getattr(request, component_module.PENDING) is None and getattr(request, component_module.WAITING) is None
+    note = RequestNote.of(request)
+    assert note.pending is None and note.first_token_waits_in is None
     slots = server.component.slots
     assert slots.available_size() + len(slots.nodes) == slots.num_slots
-    with pytest.raises(ValueError, match="21 slots are free of 20"):
+    with pytest.raises(ValueError, match="1 is freed, but it is not allocated"):
         slots.give_back([1] * (21 - slots.available_size()))
 
 
@@ -334,7 +339,7 @@ def test_a_flush_empties_the_orders_of_eviction() -> None:
     server.flush()
     server.check()
     leaves = server.cache.tree_core.evictable_device_leaves
-    assert not leaves and leaves.first() is None and not server.component.slots.registry.leaves.entries
+    assert not leaves and leaves.first() is None and not server.component.slots.registry.policy.leaves.entries
     run(server, [5, 6])
     assert [leaves.first()] == list(server.component.slots.nodes.values())
 
@@ -405,7 +410,7 @@ def test_hits_losses_and_copies_are_counted() -> None:
     count = metrics.total
     assert (count("hit_tokens"), count("lost_tokens")) == (0, 2 * BLOCK), "no snapshot at the branch yet"
     # The ends of both prompts, and the branch.
-    assert (count("snapshots_taken"), metrics.held, count("snapshot_copied_bytes")) == (3, 3, 30)
+    assert (count("snapshots_taken"), metrics.used_slots, count("snapshot_copied_bytes")) == (3, 3, 30)
     run(server, [1, 2, 5], decode=1)
     assert (count("hit_tokens", "device"), count("snapshots_resumed")) == (2 * BLOCK, 1)
     # The end of the prompt and a rolling snapshot each evicted a snapshot.

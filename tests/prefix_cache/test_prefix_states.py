@@ -189,7 +189,7 @@ class ResumedLayer:
         step = make_step([(slot, begin, end - begin)], {slot: [0, 1, 2, 3]})
         if track >= 0:
             tracked = (step.positions >= RESUME - 128) & (step.positions < RESUME)
-            step.track_slots = torch.where(tracked, track, -1).int()
+            step.staging_slots = torch.where(tracked, track, -1).int()
         buffers = LayerTables(self.state.ring(self.layer), self.state.compressor_state(self.layer), *tables)
         inputs = Projections(*(None if x is None else x[begin:end] for x in self.inputs))
         append_layer(self.schema, buffers, self.weights, inputs, step, torch.zeros(1, step.window_size, 512))

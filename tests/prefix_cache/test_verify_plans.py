@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from support.prefix_tree import BLOCK, MAX_LENGTH, Request, TreeServer, without_a_server
 
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache.notes import BatchNote
 
 NOT_WRITTEN = (-1,)
 # Content of generated blocks. It differs from that of prompts (up to 3) and of the part after a prompt's last whole
@@ -62,7 +63,7 @@ class Verifying:
         if need > request.allocated:
             server._allocate(request, need)
         taken = component.metrics.total("snapshots_taken")
-        slot = component.plan_verify(request, self.draft_tokens)
+        slot = component.planner.plan_verify(request, self.draft_tokens)
         if component.metrics.total("snapshots_taken") > taken:
             server.state_content[slot] = NOT_WRITTEN
         request.output_ids.extend([ROLLING + 1] * (after + 1 - len(request.full_untruncated_fill_ids)))
@@ -177,7 +178,7 @@ def test_recorded_snapshots_hold_their_state(
 def test_verify_step_gets_no_prefill_plan(mode: ForwardMode, gets: bool) -> None:
     """The batch still has the plan of the prefill that it was before."""
     backend, table = snapshot_schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
-    batch = SimpleNamespace(forward_mode=mode, **{snapshot_schedule.TABLE: table})
+    batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_table=table))
     backend.prefill_plan = table
     snapshot_schedule.pass_plan_to_backend(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
     assert (backend.prefill_plan is table) == gets

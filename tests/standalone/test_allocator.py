@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.standalone import BlockAllocator
 
 
@@ -36,6 +37,19 @@ def test_bad_ids_change_nothing(device: torch.device, ids: list, message: str) -
         with pytest.raises(ValueError, match=f"release: .*{message}"):
             allocator.release(given_ids)
     assert allocator.num_free == 4 and allocator.acquire_ids(4) == [4, 5, 6, 7]
+
+
+def test_free_list_rejects_ids_not_allocated() -> None:
+    """A list may begin at any number. Snapshot slots use one that begins at 1."""
+    ids = FreeList(3, first=1)
+    assert ids.take(2) == [1, 2] and ids.take(2) is None and ids.available == 1 and ids.free() == [3]
+    for wrong in (0, 3, 4):
+        with pytest.raises(ValueError, match=f"{wrong} is freed, but it is not allocated"):
+            ids.give_back([wrong])
+    ids.give_back([1])
+    assert ids.take(2) == [1, 3]
+    with pytest.raises(ValueError, match="2 is freed"):
+        ids.give_back([2, 2])
 
 
 def test_negative_numbers() -> None:

@@ -44,10 +44,9 @@ def _forward(
 
         if get_parallel().tp_rank == get_parallel().tp_size - 1:
             raise RuntimeError(LAUNCH_ERROR)
-    if backend._staged is not None and fault() == "the state at the end of the step":
-        staged, snapshots = backend._staged
+    if (staged := backend.snapshots.staged) is not None and fault() == "the state at the end of the step":
         # Use the live slot instead of the staging slots; tests of this fault run one request per step.
-        backend._staged = backend.metadata.slots[:1].expand_as(staged).contiguous(), snapshots
+        backend.snapshots.staged = staged._replace(src=backend.metadata.slots[:1].expand_as(staged.src).contiguous())
     out = original(backend, q, k, v, layer, *rest, **kw)
     _finish_loads()
     return out
@@ -196,12 +195,12 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "dsv4_sglang.cache.state_cache.StateStorage.store": _store,
     "dsv4_sglang.cache.v41_step.V41Step.select": _select,
     "dsv4_sglang.srt.prefix_cache.slots.SnapshotSlots.load_to_active": _load_to_active,
-    "dsv4_sglang.srt.prefix_cache.policy.SnapshotRegistry.unlock": _unlock,
+    "dsv4_sglang.srt.prefix_cache.registry.SnapshotRegistry.unlock": _unlock,
     "dsv4_sglang.srt.attention.collectives.gather_from_copy": _gather,
     "dsv4_sglang.attention.metadata.build_prefill": _build_prefill,
     "dsv4_sglang.attention.step_buffers.PrefillBuffers.fill": _fill,
-    "dsv4_sglang.cache.host_pool.HostBlockPool.load": _load_blocks,
-    "dsv4_sglang.cache.host_pool.HostSnapshotPool.load": _load_snapshot,
+    "dsv4_sglang.cache.host_rows.HostBlockPool.load": _load_blocks,
+    "dsv4_sglang.cache.host_rows.HostSnapshotPool.load": _load_snapshot,
     "dsv4_sglang.srt.memory.pools.CacheKVPool.wait_for_layer": _wait_for_layer,
     "sglang.srt.managers.cache_controller.LayerLoadingEvent.complete": _layer_loads,
     "sglang.srt.managers.cache_controller.LayerLoadingEvent.wait": _layer_is_waited_for,

@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.formats import KeyFormat, KVFormat
-from dsv4_sglang.srt.features.integrity import audit
+from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.host_cache import transfers
 from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
@@ -267,9 +267,9 @@ class HostCacheServer(BlockOwner):
         The device must not lose a snapshot for which the host has room. The host must not evict the only copy of a
         snapshot while it holds copies of snapshots on the device.
         """
-        cache, component = self.cache, self.component
-        leaves, gives_up, evict = component._on_device_eviction, cache.evict_host, evict_from_host
-        held: list[Any] = []
+        cache, evictions, component = self.cache, self.cache.evictions, self.component
+        leaves, gives_up, evict = component._on_device_eviction, evictions.free, evict_from_host
+        kept: list[Any] = []
 
         for name, operation in COPIES.items():
             original: Callable[..., Any] = getattr(TransferController, name)
@@ -286,34 +286,27 @@ class HostCacheServer(BlockOwner):
         def on_device_eviction(node: Any, slot: int, target: Any) -> None:
             self.done["left the device"] += 1
             registry = component.slots.registry
-            if (
-                registry.pending_write[slot]
-                and not registry.copied[slot]
-                and not self.copies_fail
-                and cache._has_room(node)
-            ):
+            if registry.copies.is_unsaved(slot) and not self.copies_fail and cache.saves.fits(cache.saves.plan(node)):
                 self.wrong.append(f"snapshot {slot} was lost though the host had room")
             leaves(node, slot, target)
 
-        def giving_up(count: int, kind: Any = ComponentType.FULL, slot: int = 0, path: Any = ()) -> int:
-            held[:] = path
-            return gives_up(count, kind, slot, path)
+        def giving_up(count: int, kind: Any, *, below: int = 0, keep: Any = ()) -> int:
+            kept[:] = keep
+            return gives_up(count, kind, below=below, keep=keep)
 
         def evicted(of: Any, node: Any, components: Any) -> None:
             self.done["left the host"] += 1
             slots = component.slots
             registry, place = slots.registry, slots.id_of(node)
-            if cache._row(node) is not None and not (registry.copied & ~registry.evicted_next)[place]:
-                copies = (
-                    slots.nodes[slot] for slot in np.flatnonzero(registry.copied & ~registry.evicted_next).tolist()
-                )
-                if any(cache._is_end(copy) and cache._is_evictable(copy) and copy not in held for copy in copies):
+            if evictions.row(node) is not None and not registry.policy.duplicates()[place]:
+                copies = (slots.nodes[slot] for slot in np.flatnonzero(registry.policy.duplicates()).tolist())
+                if any(evictions.is_end(copy) and evictions.is_evictable(copy) and copy not in kept for copy in copies):
                     self.wrong.append(f"the host gave up snapshot {place} before copies of what the device has")
             evict(of, node, components)
 
         monkeypatch.setattr(component, "_on_device_eviction", on_device_eviction)
-        monkeypatch.setattr(cache, "evict_host", giving_up)
-        monkeypatch.setattr("dsv4_sglang.srt.host_cache.cache.evict_from_host", evicted)
+        monkeypatch.setattr(evictions, "free", giving_up)
+        monkeypatch.setattr("dsv4_sglang.srt.host_cache.evictions.evict_from_host", evicted)
 
     # Steps, on the stream of steps
 
@@ -538,7 +531,7 @@ class HostCacheServer(BlockOwner):
         request.extend_range = SimpleNamespace(start=begin, end=end, length=end - begin)
         request.computed = end
         self.chunked = request if end < request.prompt else None
-        return end, self.component.plan_prefill(request, room=5)
+        return end, self.component.planner.plan_prefill(request, room=5)
 
     def _next_chunk(self, request: Request) -> dict[str, Any] | None:
         """Continue a prompt as Scheduler.stash_chunked_request and PrefillAdder.add_chunked_req do.
@@ -584,10 +577,10 @@ class HostCacheServer(BlockOwner):
         request.computed = end
         taken = []
         if end % BLOCK == 0:
-            slot = self.component.plan_decode(request, end)
+            slot = self.component.planner.plan_decode(request, end)
             taken = [(end, slot)] if slot else []
         elif begin % BLOCK == 0:
-            self.component.settle(request)
+            self.component.planner.free_replaced(request)
         return self._step(request, begin, end, 0, taken)
 
     def _process(self, batch: list[tuple[Request, str]], done: Event) -> None:
@@ -668,8 +661,12 @@ class HostCacheServer(BlockOwner):
         self.check_orders()
         cache = self.cache
         for node in cache.tree_core._collect_all_nodes():
-            if cache._is_end(node) and cache._row(node) is None and cache._is_evictable(node):
-                assert node in cache._dangling, f"blocks of node {node.id} are on the host behind no snapshot"
+            if (
+                cache.evictions.is_end(node)
+                and cache.evictions.row(node) is None
+                and cache.evictions.is_evictable(node)
+            ):
+                assert node in cache.evictions.dangling, f"blocks of node {node.id} are on the host behind no snapshot"
 
     def check_contents(self) -> None:
         """Assert the contents of all cached blocks and snapshots on the device and the host, while nothing runs."""

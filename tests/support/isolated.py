@@ -33,6 +33,7 @@ GROUPS = {
     "interpreted_kernels.py": "interpreted",
     "test_overlapping_layer.py": "layer",
     "test_scheduler_drafts.py": "drafts",
+    "test_scheduler_prefill_graphs.py": "prefill graphs",
 }
 # Environment variable of a group's process: the file to which it writes its reports.
 REPORTS = "DSV4_SGLANG_TEST_REPORTS"

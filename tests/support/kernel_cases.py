@@ -192,7 +192,7 @@ class Step:
             "query_start": start,
             "token_request": request.int(),
             "out_loc": out_loc,
-            "track_slots": _track(layer, requests, request, positions) if track else None,
+            "staging_slots": _track(layer, requests, request, positions) if track else None,
         }
         columns = {0: 0, 4: 2048, 128: 1024}[layer.ratio]
         # Columns of a wider, fused projection: the row stride is larger than the row.
@@ -225,7 +225,7 @@ class Step:
             inputs["kv"], inputs["kv_score"], inputs["index_kv_score"], w["kv_norm"], w["entry_norm"], w["index_norm"],
             w["ape"], w["index_ape"], w["rope"], 1e-6, layer.ratio, KVFormat(layer.rows).code,
             KeyFormat(layer.keys).code, batch["slots"], batch["prefix_lens"], batch["query_start"],
-            batch["token_request"], batch["out_loc"], batch["track_slots"],
+            batch["token_request"], batch["out_loc"], batch["staging_slots"],
             t["ring"], t["compressor_state"], t["entries"], t["index_keys"], window,
             t["swa_pos"], t["swa_head"], t["tail_len"],
         )  # fmt: skip

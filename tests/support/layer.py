@@ -183,7 +183,7 @@ class Layer:
         """
         requests = [(s, self.lengths.get(s, 0), len(x)) for s, x in chunks.items()]
         step = make_step(requests, tables, self.sizes.ring if decode else None)
-        step.track_slots = track
+        step.staging_slots = track
         x = torch.cat(list(chunks.values()))
         window = None
         if not decode:

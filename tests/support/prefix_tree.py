@@ -26,12 +26,14 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaCo
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.features.integrity import audit
+from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
 from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
-from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending, component_of
+from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
+from dsv4_sglang.srt.prefix_cache.placement import Due
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 from support.eviction_scan import check_next_leaf, check_next_slot, check_sizes
 from support.kv_mirror import Mirror
@@ -133,7 +135,7 @@ class Request:
 
     @property
     def pending(self) -> list[Pending]:
-        return getattr(self, PENDING, None) or []
+        return RequestNote.of(self).pending or []
 
 
 class BlockOwner:
@@ -315,7 +317,7 @@ class TreeServer(BlockOwner):
     def launch_prefill(self, request: Request) -> None:
         begin, end = len(request.prefix_indices), min(len(request.prefix_indices) + self.chunk, request.prompt)
         request.extend_range = SimpleNamespace(start=begin, end=end, length=end - begin)
-        taken = self.component.plan_prefill(request, room=5)
+        taken = self.component.planner.plan_prefill(request, room=5)
         self._compute(request, end)
         for length, slot in taken:
             self.state_content[slot] = self.path(request, length)
@@ -374,8 +376,8 @@ class TreeServer(BlockOwner):
 
     def press(self, blocks: int, snapshots: int) -> None:
         self._make_room(min(blocks, self.blocks))
-        due = component_module.Due(BLOCK, True)
-        taken = [slot for slot in [self.component._take(due) for _ in range(snapshots)] if slot]
+        due = Due(BLOCK, True)
+        taken = [slot for slot in [self.component.planner._take(due) for _ in range(snapshots)] if slot]
         self.component.slots.give_back(taken)
 
     def keep_back(self) -> None:
@@ -398,7 +400,7 @@ class TreeServer(BlockOwner):
         core = self.cache.tree_core
         kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
         kept_back.kv = kept_back
-        setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
+        RequestNote.of(kept_back).pending = [Pending(0, slot, rolling=False) for slot in self.kept_back]
         found = audit(self.cache, [*self.running, kept_back])
         assert not found.findings, str(found)
         self.check_events()

@@ -55,9 +55,11 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
         graphs.setdefault(captured, backend.init_forward_metadata_for_breakable_cuda_graph_capture(dummy))
     graphs[size].out_loc.copy_(out_loc)
     backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(graphs[size], batch)
-    before = dict(vars(backend))
+    parts = (backend, backend.layers, backend.recorder, backend.scratch, backend.snapshots)
+    before = [dict(vars(part)) for part in parts]
     out = original(model, ids, positions, batch, *rest)
-    vars(backend).update(before)  # a replay runs no Python of the backend
+    for part, attributes in zip(parts, before):  # a replay runs no Python of the backend
+        vars(part).update(attributes)
     return tree_map(lambda rows: rows[:tokens], out)
 
 

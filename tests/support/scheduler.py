@@ -33,7 +33,8 @@ from torch import Tensor
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.features.integrity import REQUESTS, report
+from dsv4_sglang.srt.features.integrity.owners import REQUESTS
+from dsv4_sglang.srt.features.integrity.report import report
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class InProcess:
             "disable_overlap_schedule": not overlap,
         }
         options = {"entry_format": "fp32", "indexer_format": "fp32"}
-        args = ServerArgs(**settings, **flags, json_model_override_args=json.dumps({"dsv4_sglang": options}))
+        args = ServerArgs(**{**settings, **flags}, json_model_override_args=json.dumps({"dsv4_sglang": options}))
         ranks = scheduler_module.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         scheduler_module.publish(args, role="scheduler", ranks=ranks)
         scheduler_module.configure_scheduler_process(args, 0)

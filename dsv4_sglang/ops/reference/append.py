@@ -202,7 +202,7 @@ def append(
     query_start: Tensor,
     token_request: Tensor,
     out_loc: Tensor,
-    track_slots: Tensor | None,
+    staging_slots: Tensor | None,
     ring: Tensor,
     compressor_state: Tensor | None,
     entries: Tensor | None,
@@ -238,7 +238,7 @@ def append(
         query_start: int32 [B + 1], first token of each request.
         token_request: int32 [T], request of each token.
         out_loc: int64 [T], pool slots, congruent to the positions modulo 128.
-        track_slots: int32 [T], state slot of the snapshot that this token's window entry belongs to, or -1.
+        staging_slots: int32 [T], staging slot of the snapshot that this token's window entry belongs to, or -1.
         ring: [slots, R, w], R at least 128; written, position t at index t % R.
         compressor_state: fp32, written. CSA [slots, rows, 640] with the rows of one of `CSA_COMPRESSOR_STATES`, HCA
             [slots, 256, 512] raw or [slots, 3 n, 512] online with n copies.
@@ -263,7 +263,7 @@ def append(
     rings = KVBuffer(ring, KVFormat.from_code(kv_format))
     _write_lengths(make_chunks(slots, prefix_lens, query_start), ring.shape[1], ratio, swa_pos, swa_head, tail_len)
     for chunk in make_chunks(slots, prefix_lens, query_start, by_token=window is None):
-        write_window(chunk, rows, rings, window, track_slots)
+        write_window(chunk, rows, rings, window, staging_slots)
         if ratio == 0:
             continue
         assert kv_score is not None and ape is not None and entry_norm is not None
@@ -282,8 +282,8 @@ def append(
             assert index_kv_score is not None and index_ape is not None
             assert index_norm is not None and index_keys is not None
             entry_state, index_state = compressor_state.split([ENTRY_DIM, INDEX_DIM], -1)
-            pooled = _csa_pool(chunk, kv_score, ape, entry_state, track_slots)
-            keys = finish(_csa_pool(chunk, index_kv_score, index_ape, index_state, track_slots), index_norm)
+            pooled = _csa_pool(chunk, kv_score, ape, entry_state, staging_slots)
+            keys = finish(_csa_pool(chunk, index_kv_score, index_ape, index_state, staging_slots), index_norm)
             KVBuffer(index_keys, KeyFormat.from_code(key_format)).write(entry_indices, hadamard(keys))
         rings._replace(data=entries).write(entry_indices, finish(pooled, entry_norm))
 

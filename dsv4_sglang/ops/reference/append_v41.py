@@ -31,7 +31,7 @@ def append_v41(
     query_start: Tensor,
     token_request: Tensor,
     out_loc: Tensor,
-    track_slots: Tensor | None,
+    staging_slots: Tensor | None,
     ring: Tensor,
     compressor_state: Tensor | None,
     entries: Tensor | None,
@@ -51,7 +51,7 @@ def append_v41(
         rope: fp32 [positions, 64], interleaved cos and sin.
         eps: epsilon of the norms.
         ratio: tokens per entry that the layer writes, 1 or 2; 0 if it writes none.
-        slots, prefix_lens, query_start, token_request, out_loc, track_slots: as in `append`.
+        slots, prefix_lens, query_start, token_request, out_loc, staging_slots: as in `append`.
         ring: uint8 [slots, R, 528], R at least 128; written, position t at index t % R.
         compressor_state: fp32 [slots, rows, 1024] at ratio 2, with `model.v41.pair_rows` rows; written.
         entries: uint8 [blocks, 128 / ratio, 288], written at out_loc // ratio.
@@ -70,7 +70,7 @@ def append_v41(
     rows = normalise_and_rotate(kv, kv_norm, eps, positions, rope, _round)
     rings = KVBuffer(ring, V41KVFormat.FP8)
     for chunk in make_chunks(slots, prefix_lens, query_start):
-        write_window(chunk, rows, rings, window, track_slots)
+        write_window(chunk, rows, rings, window, staging_slots)
         if ratio == 0:
             continue
         assert compressor is not None and latent_norm is not None and entries is not None and latents is not None

@@ -131,7 +131,7 @@ def write_window(chunk: Chunk, rows: Tensor, ring: KVBuffer, window: Tensor | No
         rows: window entries of all tokens of the step.
         ring: window rings of all slots.
         window: workspace of a prefill step, in the format of `ring`.
-        track: state slot of the snapshot that each token's entry belongs to, or -1; None without snapshots.
+        track: staging slot of the snapshot that each token's entry belongs to, or -1; None without snapshots.
     """
     slot, length, ring_rows = chunk.slot, chunk.length, ring.data.shape[1]
     if window is not None:

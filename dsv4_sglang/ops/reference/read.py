@@ -43,9 +43,9 @@ def index_topk(
     rope: Tensor,
     key_format: int,
     scores: Tensor,
-    rows: Tensor,
+    entry_indices: Tensor,
 ) -> None:
-    """Select the `rows.shape[1]` visible entries with the highest index scores for each token (SPEC 4.1 to 4.3).
+    """Select the K visible entries with the highest index scores for each token (SPEC 4.1 to 4.3).
 
     If at most K entries are visible, all of them are selected. Of equal scores the entry with the lower number is
     selected.
@@ -60,13 +60,14 @@ def index_topk(
         rope: fp32 [positions, 64].
         key_format: code of the format of `index_keys`.
         scores: fp32 scratch [T, most visible entries], unused on a CPU.
-        rows: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries, then -1.
+        entry_indices: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries,
+            then -1.
     """
     keys = KeyFormat.from_code(key_format)
     table = KVBuffer(index_keys, keys)
     select(
         lambda t: index_query(q[t], positions[t], rope, keys),
-        weights, table, block_table, token_request, (positions + 1) // CSA_RATIO, rows,
+        weights, table, block_table, token_request, (positions + 1) // CSA_RATIO, entry_indices,
     )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def select(
     block_table: Tensor,
     token_request: Tensor,
     visible: Tensor,
-    rows: Tensor,
+    entry_indices: Tensor,
     candidates: Candidates | None = None,
 ) -> None:
     """Select the entries with the highest scores. Scores are computed only if there is a choice.
@@ -101,14 +102,14 @@ def select(
         weights, block_table, token_request: as in `index_topk`.
         table: buffer of the index keys.
         visible: [T]. A token selects among its first `visible` entries.
-        rows: int32 [T, K], receives the buffer indices of the K selected entries.
+        entry_indices: int32 [T, K], receives the buffer indices of the K selected entries.
         candidates: candidate blocks to choose or to select within; None without.
     """
-    top, per_block = rows.shape[1], table.data.shape[1]
+    top, per_block = entry_indices.shape[1], table.data.shape[1]
     for request in torch.unique(token_request).tolist():
         tokens = torch.nonzero(token_request == request).squeeze(-1)
         entry = torch.arange(int(visible[tokens].max()))
-        table_row = block_table[request].long()[entry // per_block] * per_block + entry % per_block
+        indices = block_table[request].long()[entry // per_block] * per_block + entry % per_block
         keys = None
         for part in tokens.split(_TOKENS_AT_ONCE):
             allowed = entry < visible[part, None]
@@ -119,14 +120,14 @@ def select(
                 allowed &= _in_blocks(candidates.blocks[part], candidates.size, len(entry))
             score = torch.zeros(allowed.shape)
             if chooses:
-                # A skipped token may see entries of blocks that its request does not have. Their rows are negative.
-                keys = table.read(table_row.clamp_min(0)) if keys is None else keys
+                # A skipped token may see entries of blocks that its request does not have. Their indices are negative.
+                keys = table.read(indices.clamp_min(0)) if keys is None else keys
                 score = ((query(part) @ keys.T).relu() * weights[part].float().unsqueeze(-1)).sum(1)
             score = score.masked_fill(~allowed, float("-inf"))
             if candidates is not None and candidates.choose:
                 candidates.blocks[part] = _best_blocks(score, visible[part], candidates)
             best = _best(score, top)
-            rows[part] = torch.where(best >= 0, table_row[best], -1).int() if len(entry) else -1
+            entry_indices[part] = torch.where(best >= 0, indices[best], -1).int() if len(entry) else -1
 
 
 def _best(score: Tensor, top: int) -> Tensor:

@@ -47,9 +47,9 @@ def index_topk_v41(
     candidate_block: int,
     kept: Tensor | None,
     within: Tensor | None,
-    rows: Tensor,
+    entry_indices: Tensor,
 ) -> None:
-    """Select the `rows.shape[1]` visible entries with the highest index scores for each token (SPEC 11.6).
+    """Select the K visible entries with the highest index scores for each token (SPEC 11.6).
 
     If at most K entries can be selected, all of them are. Of equal scores the entry, or block, with the lower number is
     selected.
@@ -70,7 +70,8 @@ def index_topk_v41(
         candidate_block: entries of a candidate block.
         kept: int32 [T, C], receives the numbers of the candidate blocks in ascending order, then -1.
         within: int32 [T, C], candidate blocks that an earlier layer wrote to `kept`.
-        rows: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries, then -1.
+        entry_indices: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries,
+            then -1.
 
     Raises:
         ValueError: both `kept` and `within` are given.
@@ -84,7 +85,7 @@ def index_topk_v41(
         block_table,
         token_request,
         (positions + 1) // ratio,
-        rows,
+        entry_indices,
         None if blocks is None else Candidates(candidate_block, blocks, choose=kept is not None),
     )
 

@@ -12,6 +12,7 @@ from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.model.v41 import MODEL_TYPES, V41Config, v41_schedule
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+from dsv4_sglang.srt.attention.layer_ops import LayerOps
 from dsv4_sglang.srt.sglang.models import model_config
 
 if TYPE_CHECKING:
@@ -38,6 +39,23 @@ class V41LayerInputs(NamedTuple):
     index_weights: Tensor | None
 
 
+class V41LayerOps(LayerOps):
+    """The cache ops of all layers of a V4.1 model. They belong to a `V41Step`, and have no choice of kernels."""
+
+    def __init__(self, backend: V41Backend, blocks: CompressedKVPool) -> None:
+        super().__init__(backend.schemas, [], [], backend.heads, backend.scratch)
+        self.config, self.schedule, self.state, self.pools = (
+            backend.config,
+            backend.schedule,
+            backend.state,
+            blocks.pools,
+        )
+        self.step: V41Step | None = None
+
+    def begin_step(self, step: StepMetadata, lengths: list[int] | None = None, *, recorded: bool = False) -> None:
+        self.step = V41Step(self.config, self.schedule, self.state, self.pools, step)
+
+
 class V41Backend(HybridCacheBackend):
     """Attention backend for prefill and decode steps of all layers of a V4.1 model."""
 
@@ -47,12 +65,9 @@ class V41Backend(HybridCacheBackend):
         self.config, self.schedule = config, v41_schedule(config)
         super().__init__(runner)
 
-    def prepare_layers(self, blocks: CompressedKVPool) -> None:
-        self.pools = blocks.pools
-        self.step: V41Step | None = None
-
-    def begin_layers(self, step: StepMetadata, lengths: list[int] | None) -> None:
-        self.step = V41Step(self.config, self.schedule, self.state, self.pools, step)
+    def make_layers(self, blocks: CompressedKVPool) -> LayerOps:
+        self.ops = V41LayerOps(self, blocks)
+        return self.ops
 
     def forward(  # type: ignore[override]  # the inputs of a layer depend on the model
         self,
@@ -66,7 +81,7 @@ class V41Backend(HybridCacheBackend):
         inputs: V41LayerInputs,
     ) -> LayerOutput:
         """Do the same as `HybridCacheBackend.forward`, with the inputs of a V4.1 layer."""
-        metadata, step, number = self.step_of_tokens(q), self.step, layer.layer_id
+        metadata, step, number = self.step_of_tokens(q), self.ops.step, layer.layer_id
         assert step is not None, "a layer comes after the beginning of its step"
         if not metadata.is_decode:
             # Shared entries belong to an earlier layer, which has then arrived too.
@@ -79,7 +94,7 @@ class V41Backend(HybridCacheBackend):
             assert inputs.index_weights is not None
             step.select(number, inputs.weights, inputs.index_query, inputs.index_weights)
         if number == self.last_layer:
-            self.store_snapshots(metadata)
+            self.snapshots.store(metadata, timed=not self.recorder.active)
         out = step.attend(number, inputs.weights, q, inputs.sink[: q.shape[1]], layer.scaling)
         return LayerOutput(out, rotated=False)
 

@@ -46,6 +46,36 @@ def switch_on(server_args: Any) -> None:
     note_given_graph_setting(server_args, PHASE, "backend")
 
 
+def largest_graph() -> int | None:
+    """Return the tokens of the largest recorded prefill step, None without prefill graphs."""
+    from sglang.srt.runtime_context import get_exec
+
+    graphs = get_exec().graph.cuda_graph_config
+    if graphs is None or graphs.prefill.backend != BACKEND or not graphs.prefill.bs:
+        return None
+    return max(graphs.prefill.bs)
+
+
+def add_within_graph(original: Callable[..., Any], adder: Any, req: Any, *arguments: Any, **named: Any) -> Any:
+    """AROUND `PrefillAdder.add_one_req`, which adds a waiting request to the next prefill step: leave a short prompt
+    for the step after it if the step would exceed the largest graph.
+
+    Two recorded steps take less time than an eager step of as many tokens, until the tokens of an eager step take
+    longer than its launches. A prompt with more new tokens than the largest graph is added as without this hook: its
+    step runs eagerly anyway, and short prompts fill the rest of it.
+    """
+    largest = largest_graph()
+    if largest is not None and adder.can_run_list:
+        taken = sum(added.extend_len for added in adder.can_run_list)
+        new = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
+        is_full = taken + new > largest or len(adder.can_run_list) >= MAX_RECORDED_REQUESTS
+        if max(taken, new) <= largest and is_full:
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.OTHER
+    return original(adder, req, *arguments, **named)
+
+
 def fits(original: Callable[..., bool], runner: Any, *, batch_size: int, **step: Any) -> bool:
     """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the batch has at most MAX_RECORDED_REQUESTS
     requests."""

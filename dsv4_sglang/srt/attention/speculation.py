@@ -122,4 +122,4 @@ def take_snapshots(original: Callable[..., None], worker: Any, batch: Any, batch
     """AROUND `EagleDraftWorker._draft_extend_for_decode`, the end of a speculative round: take the snapshots, now that
     the entries of both models are written."""
     original(worker, batch, batch_result, **arguments)
-    worker.target_worker.model_runner.attn_backend.commit_snapshots()
+    worker.target_worker.model_runner.attn_backend.snapshots.commit()

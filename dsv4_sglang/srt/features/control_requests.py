@@ -21,7 +21,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.communicator import FanOutCommunicator
 
 from dsv4_sglang.srt.features import weight_groups
-from dsv4_sglang.srt.features.integrity import requests_of
+from dsv4_sglang.srt.features.integrity.report import requests_of
 from dsv4_sglang.srt.sglang.scheduler import add_result_handler, wrap_dispatcher
 
 log = logging.getLogger(__name__)

@@ -73,7 +73,7 @@ def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 def _release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     """Release the memory with the tags of a request. The scheduler is paused."""
     scheduler = updater.scheduler
-    _settle(scheduler)
+    _wait_for_copies(scheduler)
     keeping: AbstractContextManager[None] = nullcontext()
     if GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
         for runner in _runners(updater):
@@ -146,7 +146,7 @@ def _invalidated_cache(updater: Any, empty_cache: bool) -> Iterator[None]:
     """
     scheduler = updater.scheduler
     set_paused(scheduler, _retract(scheduler))
-    _settle(scheduler)
+    _wait_for_copies(scheduler)
     with _hidden_queue(scheduler):
         if not scheduler.is_fully_idle():
             raise ValueError(
@@ -178,10 +178,10 @@ def _retract(scheduler: Any) -> bool:
     return paused
 
 
-def _settle(scheduler: Any) -> None:
+def _wait_for_copies(scheduler: Any) -> None:
     """Wait for running copies of the host cache."""
     if isinstance(scheduler.tree_cache, PrefixCache):
-        scheduler.tree_cache.settle(scheduler.waiting_queue)
+        scheduler.tree_cache.wait_for_copies(scheduler.waiting_queue)
 
 
 @contextmanager

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
 from dsv4_sglang.srt.prefix_cache import metrics
-from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent, note_change
+from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
+from dsv4_sglang.srt.prefix_cache.events import note_change
+from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
+from dsv4_sglang.srt.prefix_cache.tree_paths import ghost_hash, path_to_root
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -63,9 +66,8 @@ class HostSnapshotComponent(SnapshotComponent):
     def mark_for_saving(self, node: UnifiedTreeNode) -> None:
         """Mark the node's snapshot to be copied to the host. With write_back that happens when the device evicts it."""
         if node is not self.tree_core.root_node and (slot := self._slot(node)) is not None:
-            registry = self.slots.registry
-            registry.pending_write[slot] = True
-            registry.attempted[slot] |= self.policy == WRITE_BACK
+            event = CopyEvent.DEFER if self.policy == WRITE_BACK else CopyEvent.NEED
+            self.slots.registry.note_copy(event, slot)
 
     def commit_insert_component_data(
         self, node: UnifiedTreeNode, is_new_leaf: bool, params: Any, result: Any, cache_actions: Any
@@ -87,11 +89,10 @@ class HostSnapshotComponent(SnapshotComponent):
     def _moved(self, node: UnifiedTreeNode, place: int, to: int) -> None:
         """Renumber a snapshot on the host when its device copy is created or evicted."""
         note_change(self.cache, node)
-        registry, nodes = self.slots.registry, self.slots.nodes
-        registry.move(place, to)
+        nodes = self.slots.nodes
+        self.slots.registry.move(place, to)
         del nodes[place]
         nodes[to] = node
-        registry.copied[to] = registry.pending_write[to] = registry.attempted[to] = to <= registry.capacity
 
     def _on_device_eviction(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
         row = node.component_data[self.component_type].host_value
@@ -112,16 +113,16 @@ class HostSnapshotComponent(SnapshotComponent):
         row = node.component_data[self.component_type].host_value
         if EvictLayer.HOST in target and row is not None:
             if slot is None:
-                self.metrics.add("host_snapshots_evicted", value=self._evicting)
+                self.metrics.add("host_snapshots_evicted", value=self.metrics.eviction_reason)
                 place = self.slots.id_of(node)
-                registry.remove(place, self._path_hash(node, place))
+                registry.remove(place, ghost_hash(self.slots, node, place))
                 del self.slots.nodes[place]
             else:
-                registry.copied[slot] = False
+                registry.note_copy(CopyEvent.LOSE, slot)
         return super().evict_component(node, device_frees, host_frees, cache_actions, target)
 
     def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
-        self.cache.save_now(node)
+        self.cache.saves.save_now(node)
         super()._evict_snapshot(node)
 
     # Copies
@@ -159,8 +160,8 @@ class HostSnapshotComponent(SnapshotComponent):
             slot = self._slot(node)
             if slot is None or data.host_value is not None:
                 return None
-            wanted = self.slots.registry.pending_write[slot]
-            return [PoolTransfer(name=SNAPSHOTS, device_indices=data.value)] if wanted else None
+            unsaved = self.slots.registry.copies.is_unsaved(slot)
+            return [PoolTransfer(name=SNAPSHOTS, device_indices=data.value)] if unsaved else None
         if phase == CacheTransferPhase.LOAD_BACK:
             if data.value is not None or data.host_value is None:
                 return None
@@ -216,12 +217,9 @@ class HostSnapshotComponent(SnapshotComponent):
         note_change(self.cache, node)
         registry, slot = self.slots.registry, self._slot(node)
         if slot is not None:
-            registry.copied[slot] = True
+            registry.note_copy(CopyEvent.SAVE, slot)
             return
-        place, length = registry.host_id(row), sum(len(at.key) for at in self.path(node))
-        self.slots.nodes[place] = node
-        registry.add(place, length, self._above(node), self._below(node))
-        self._refresh_leaf(node)
+        self._add_to_registry(node, registry.host_id(row), sum(len(part.key) for part in path_to_root(node)))
 
     def free_host_values(self, host_values: list[Tensor]) -> None:
         for rows in host_values:

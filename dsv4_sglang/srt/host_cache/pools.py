@@ -13,7 +13,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.pool_host.base import HostKVCache, synchronized
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostSnapshotPool
+from dsv4_sglang.cache.free_list import FreeRows
+from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, page_checksum
 
@@ -41,7 +42,53 @@ def _checksum(page: Tensor, name: str) -> Tensor:
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
-class HostRows(HostKVCache):
+class StoredRows(HostKVCache):
+    """Host rows as pages of a storage. A row holds one page of `page_size` indices of the tree (int64, on the CPU).
+
+    Attributes:
+        kv_buffer: [rows, row_bytes] uint8. The last bytes of a row hold its checksum.
+        row_bytes: bytes of a row.
+    """
+
+    kv_buffer: Any
+    row_bytes: int
+
+    def rows_of(self, indices: Tensor) -> Tensor:
+        """Return the rows of whole pages of indices, [n] int64."""
+        return indices[:: self.page_size] // self.page_size
+
+    def checksum(self, indices: Tensor, names: Sequence[str]) -> None:
+        """Write a checksum to the spare bytes at the end of each row of these indices. `names`: keys of the pages in
+        the storage."""
+        for row, name in zip(self.rows_of(indices).tolist(), names):
+            checksum(self.kv_buffer[row], name)
+
+    def verify_checksum(self, indices: Tensor, names: Sequence[str]) -> list[bool]:
+        """Return, for each row of these indices, True if its checksum matches its content and name."""
+        return [verify_checksum(self.kv_buffer[row], name) for row, name in zip(self.rows_of(indices).tolist(), names)]
+
+    def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
+        """Return the address and the size in bytes of each row of these indices."""
+        rows = self.rows_of(indices).tolist()
+        return [self.kv_buffer[row].data_ptr() for row in rows], [self.row_bytes] * len(rows)
+
+    def get_hybrid_pool_buffer(self) -> list[Tensor]:
+        return [self.kv_buffer]
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        return self.row_bytes % page_size_bytes == 0 == self.kv_buffer.data_ptr() % page_size_bytes
+
+    def get_data_page(self, index: Any, flat: bool = True) -> Tensor:
+        return self.kv_buffer[int(index) // self.page_size]
+
+    def get_dummy_flat_data_page(self) -> Tensor:
+        return torch.zeros(self.row_bytes, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
+        self.kv_buffer[int(index) // self.page_size].copy_(data_page)
+
+
+class HostRows(StoredRows):
     """Pool of host rows. A row holds one page of `page_size` indices of the tree (int64, on the CPU).
 
     SGLang's base class assumes a whole number of bytes per token for sizing and allocation, which this cache lacks.
@@ -81,7 +128,7 @@ class HostRows(HostKVCache):
         self.kv_buffer = self.pool = None
 
     @property
-    def held(self) -> int:
+    def used_rows(self) -> int:
         """Number of rows in use."""
         return self.page_num - self._rows.available
 
@@ -112,42 +159,6 @@ class HostRows(HostKVCache):
     def free(self, indices: Tensor) -> int:
         self._rows.give_back(self.rows_of(indices).numpy())
         return len(indices)
-
-    def rows_of(self, indices: Tensor) -> Tensor:
-        """Return the rows of whole pages of indices, [n] int64."""
-        return indices[:: self.page_size] // self.page_size
-
-    # Rows as pages of a storage
-
-    def checksum(self, indices: Tensor, names: Sequence[str]) -> None:
-        """Write a checksum to the spare bytes at the end of each row of these indices. `names`: keys of the pages in
-        the storage."""
-        for row, name in zip(self.rows_of(indices).tolist(), names):
-            checksum(self.kv_buffer[row], name)
-
-    def verify_checksum(self, indices: Tensor, names: Sequence[str]) -> list[bool]:
-        """Return, for each row of these indices, True if its checksum matches its content and name."""
-        return [verify_checksum(self.kv_buffer[row], name) for row, name in zip(self.rows_of(indices).tolist(), names)]
-
-    def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
-        """Return the address and the size in bytes of each row of these indices."""
-        rows = self.rows_of(indices).tolist()
-        return [self.kv_buffer[row].data_ptr() for row in rows], [self.row_bytes] * len(rows)
-
-    def get_hybrid_pool_buffer(self) -> list[Tensor]:
-        return [self.kv_buffer]
-
-    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        return self.row_bytes % page_size_bytes == 0 == self.kv_buffer.data_ptr() % page_size_bytes
-
-    def get_data_page(self, index: Any, flat: bool = True) -> Tensor:
-        return self.kv_buffer[int(index) // self.page_size]
-
-    def get_dummy_flat_data_page(self) -> Tensor:
-        return torch.zeros(self.row_bytes, dtype=torch.uint8)
-
-    def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
-        self.kv_buffer[int(index) // self.page_size].copy_(data_page)
 
     # Copies
 

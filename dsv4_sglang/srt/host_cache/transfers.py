@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
+from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
@@ -153,59 +153,17 @@ class HostStack(StackStrategy):
         **of_controller: Any,
     ) -> Any:
         """Build the pools and the controller. `of_controller`: arguments of SGLang's controller."""
-        device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
-        # Resolved settings: ServerArgs lack the default of --hicache-ratio.
-        memory = get_memory()
-        spare = 0 if storage_backend is None else CHECKSUM_BYTES
-        sizes = host_demand(
-            device_blocks=device_blocks.size // params.page_size,
-            device_snapshots=storage.snapshots,
-            block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool], spare),
-            snapshot_bytes=host_row_bytes(storage.layout.snapshot_bytes, spare),
-            ratio=memory.hicache_ratio,
-            size_gb=memory.hicache_size,
-            max_snapshots=self.max_snapshots,
-            host_snapshots=self.host_snapshots,
-        )
-        # The host cache's device memory (33 MB on Flash) is not released while a server sleeps: part of it is state.
-        blocks, snapshots = _host_pools(kvcache, *sizes, spare)
-        component = cache.components[ComponentType.MAMBA]
-        component.slots.add_host_cache(snapshots.page_num)
-        layers = len(device_blocks.layout.schemas)
-        entries = [
-            build_pool_entry(
-                name=PoolName.KV,
-                host_pool=blocks,
-                device_pool=device_blocks,
-                layer_mapping={layer: i for i, layer in enumerate(device_blocks.compressed_layers)},
-                transfer_layer_id_max=layers,
-                is_anchor=True,
-            ),
-            build_pool_entry(
-                name=SNAPSHOTS,
-                host_pool=snapshots,
-                device_pool=kvcache.mamba_pool,
-                layer_mapping={0: 0},
-                transfer_layer_id_max=layers,
-                host_evict_fn=lambda count: cache.evict_host(count, ComponentType.MAMBA),
-                device_alloc_fn=component.slots_for_load,
-                device_free_fn=component.slots.free,
-            ),
-        ]
+        blocks, snapshots = self._allocate(kvcache, params.page_size, 0 if storage_backend is None else CHECKSUM_BYTES)
+        slots = cache.components[ComponentType.MAMBA].slots
+        slots.add_host_cache(snapshots.page_num)
+        layers = len(kvcache.full_kv_pool.layout.schemas)
         if storage_backend is not None:
-            model_name = page_name(
-                model_name,
-                device_blocks.layout,
-                (blocks.row_bytes, snapshots.row_bytes),
-                overrides=model_overrides(server_args.json_model_override_args),
-                **weight_facts(current_flags(server_args)),
-            )
-            weights = Path(server_args.model_path).absolute()
-            describe_weights(model_name, f"{weights}, random" if draws_weights(server_args) else str(weights))
+            model_name = _name_of_pages(model_name, kvcache.full_kv_pool.layout, blocks, snapshots, server_args)
             log.info("dsv4_sglang host cache: page names in the storage %s: %s", storage_backend, model_name)
+        memory, device = get_memory(), kvcache.mamba_pool.storage.device
         controller = TransferController(
             params.token_to_kv_pool_allocator,
-            HostPoolGroup(entries),
+            HostPoolGroup(_pool_entries(cache, kvcache, blocks, snapshots, layers)),
             params.page_size,
             params.tp_cache_group,
             attn_cp_group=params.attn_cp_cache_group,
@@ -220,7 +178,7 @@ class HostStack(StackStrategy):
         )
         controller.forward_stream = cache.forward_stream
         controller.watch = LoadWatch()
-        controller.saves, controller.loads = CopyTimer(storage.device), CopyTimer(storage.device)
+        controller.saves, controller.loads = CopyTimer(device), CopyTimer(device)
         log.info(
             "dsv4_sglang host cache of this process: %d tokens in %d blocks of %d bytes, %d snapshots of %d bytes; "
             "%.3f GiB of host memory, %s; policy %s",
@@ -238,14 +196,73 @@ class HostStack(StackStrategy):
             pool_declarations=(),
         )
 
+    def _allocate(self, kvcache: CacheKVPool, page_size: int, spare: int) -> tuple[HostBlocks, HostSnapshots]:
+        """Allocate the host memory. `spare`: bytes of a row beside its data.
 
-def _host_pools(kvcache: CacheKVPool, blocks: int, snapshots: int, spare: int) -> tuple[HostBlocks, HostSnapshots]:
-    try:
-        block_pool = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], blocks, spare=spare)
-        snapshot_pool = HostSnapshotPool(kvcache.mamba_pool.storage, snapshots, spare=spare)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"the host cache does not fit: {blocks} blocks and {snapshots} snapshots a process; lower --hicache-ratio "
-            f"or --hicache-size. {error}"
-        ) from None
-    return HostBlocks(block_pool), HostSnapshots(snapshot_pool)
+        The host cache's device memory (33 MB on Flash) is not released while a server sleeps: part of it is state.
+        """
+        device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
+        # Resolved settings: ServerArgs lack the default of --hicache-ratio.
+        memory = get_memory()
+        blocks, snapshots = host_demand(
+            device_blocks=device_blocks.size // page_size,
+            device_snapshots=storage.snapshots,
+            block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool], spare),
+            snapshot_bytes=host_row_bytes(storage.layout.snapshot_bytes, spare),
+            ratio=memory.hicache_ratio,
+            size_gb=memory.hicache_size,
+            max_snapshots=self.max_snapshots,
+            host_snapshots=self.host_snapshots,
+        )
+        try:
+            block_pool = HostBlockPool([pool for pool in device_blocks.pools if pool], blocks, spare=spare)
+            snapshot_pool = HostSnapshotPool(storage, snapshots, spare=spare)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"the host cache does not fit: {blocks} blocks and {snapshots} snapshots a process; lower "
+                f"--hicache-ratio or --hicache-size. {error}"
+            ) from None
+        return HostBlocks(block_pool), HostSnapshots(snapshot_pool)
+
+
+def _pool_entries(
+    cache: Any, kvcache: CacheKVPool, blocks: HostBlocks, snapshots: HostSnapshots, layers: int
+) -> list[Any]:
+    """Describe both host pools to SGLang: their device pools, and how an entry is freed or allocated for a copy."""
+    slots = cache.components[ComponentType.MAMBA].slots
+    return [
+        build_pool_entry(
+            name=PoolName.KV,
+            host_pool=blocks,
+            device_pool=kvcache.full_kv_pool,
+            layer_mapping={layer: i for i, layer in enumerate(kvcache.full_kv_pool.compressed_layers)},
+            transfer_layer_id_max=layers,
+            is_anchor=True,
+        ),
+        build_pool_entry(
+            name=SNAPSHOTS,
+            host_pool=snapshots,
+            device_pool=kvcache.mamba_pool,
+            layer_mapping={0: 0},
+            transfer_layer_id_max=layers,
+            host_evict_fn=lambda count: cache.evict_host(count, ComponentType.MAMBA),
+            device_alloc_fn=cache.components[ComponentType.MAMBA].slots_for_load,
+            device_free_fn=slots.free,
+        ),
+    ]
+
+
+def _name_of_pages(
+    model_name: str | None, layout: Any, blocks: HostBlocks, snapshots: HostSnapshots, server_args: Any
+) -> str:
+    """Return the name of this model's pages in a storage, and record what it stands for."""
+    name = page_name(
+        model_name,
+        layout,
+        (blocks.row_bytes, snapshots.row_bytes),
+        overrides=model_overrides(server_args.json_model_override_args),
+        **weight_facts(current_flags(server_args)),
+    )
+    weights = Path(server_args.model_path).absolute()
+    describe_weights(name, f"{weights}, random" if draws_weights(server_args) else str(weights))
+    return name

@@ -44,18 +44,18 @@ def served_layout(
         schedule = v41_schedule(config, draft_layers)
         return v41_layout(schedule, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
     if options.entry_format == "fp32":
-        rows = KVFormat.FP32
+        kv_format = KVFormat.FP32
     elif kv_cache_dtype == torch.float8_e4m3fn:
-        rows = KVFormat.FP8
+        kv_format = KVFormat.FP8
     elif kv_cache_dtype == torch.bfloat16:
-        rows = KVFormat.BF16
+        kv_format = KVFormat.BF16
     else:
         raise LaunchError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")
     return CacheLayout.build(
         config,
         build_schedule(config, draft_layers),
         device,
-        kv_format=rows,
+        kv_format=kv_format,
         key_format=options.indexer_format,
         hca_state="online",
         draft_tokens=draft_tokens,

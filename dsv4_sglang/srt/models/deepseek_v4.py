@@ -55,7 +55,7 @@ class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
     def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
         super().post_load_weights(*args, **kwargs)
         for layer in self.model.layers:
-            layer.self_attn.fuse_projections_of_x()
+            layer.self_attn.projections.fuse()
 
     def _prewarm_mhc_kernels(self) -> None:
         if self.model.layers[0].on_cpu:

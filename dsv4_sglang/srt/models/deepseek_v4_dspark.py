@@ -14,7 +14,8 @@ from sglang.srt.models import deepseek_v4_dspark as in_tree
 from torch import Tensor, nn
 
 from dsv4_sglang.cache.append import LayerWeights
-from dsv4_sglang.srt.models.layers import CachedAttention, DecoderLayer
+from dsv4_sglang.srt.models.attention import CachedAttention
+from dsv4_sglang.srt.models.layers import DecoderLayer
 from dsv4_sglang.srt.sglang.models import replaced
 
 

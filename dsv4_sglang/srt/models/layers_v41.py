@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from dsv4_sglang.cache.v41_step import V41LayerWeights
 from dsv4_sglang.srt.attention.backend_v41 import V41LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.models.layers import AttentionOutput, CachedAttention, DecoderLayer, Latent, linear, linear_fp32
+from dsv4_sglang.srt.models.attention import AttentionOutput, CachedAttention
+from dsv4_sglang.srt.models.layers import DecoderLayer
+from dsv4_sglang.srt.models.projections import Latent, linear, linear_fp32
 
 
 class V41CompressorWeights(nn.Module):
@@ -68,8 +71,9 @@ class V41Attention(CachedAttention):
             V41IndexerWeights(config, quant_config, owns, add_prefix("indexer", prefix)) if selects else None,
         )
 
-    def fuse_projections_of_x(self) -> None:
-        """Do nothing: not all of V4.1's projections of x are fp32."""
+    def projections_of_x(self) -> list[ReplicatedLinear]:
+        """Return an empty list: not all of V4.1's projections of x are fp32."""
+        return []
 
     def forward(
         self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False

@@ -12,7 +12,8 @@ from typing import Any
 from dsv4_sglang.srt.attention import collectives, prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
-from dsv4_sglang.srt.features import control_requests, disaggregation, integrity, lookup, sleep, weight_groups
+from dsv4_sglang.srt.features import control_requests, disaggregation, lookup, sleep, weight_groups
+from dsv4_sglang.srt.features.integrity import report
 from dsv4_sglang.srt.plugin import request_validation, start_progress, tokenizer_workers
 from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.plugin.sglang_contract import Hook
@@ -46,7 +47,7 @@ def with_our_backend(original: Callable[..., Any], **arguments: Any) -> Any:
 # Hooks of the option `integrity_check`.
 INTEGRITY_CHECK: Table = {
     "/server_info is the only request of SGLang that reaches all processes and returns their answers": {
-        SRT + "managers.scheduler.Scheduler.get_internal_state": integrity.add_reports
+        SRT + "managers.scheduler.Scheduler.get_internal_state": report.add_reports
     },
 }
 # Hooks of every server that need nothing of its context.
@@ -62,6 +63,9 @@ ALWAYS: Table = {
     },
     "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly": {
         _PREFILL_GRAPHS + "can_replay_locally": prefill_graphs.fits
+    },
+    "short prompts beyond the largest prefill graph wait for the next step; SGLang's would run eagerly": {
+        SRT + "managers.schedule_policy.PrefillAdder.add_one_req": prefill_graphs.add_within_graph
     },
     "the log of a long start says how many graphs are recorded": {
         _PREFILL_GRAPHS + "capture_one_shape": start_progress.note_graph,

@@ -38,7 +38,7 @@ OVERRIDES = (
     ),
     *_overridden(
         "sglang.srt.mem_cache.unified_cache.components.FullComponent",
-        "dsv4_sglang.srt.prefix_cache.component.BlockComponent",
+        "dsv4_sglang.srt.prefix_cache.block_component.BlockComponent",
         _evict_device_start="it sorts all leaves of the tree for each eviction; here they are kept in order",
         _evict_device_next_node="it takes the next leaf from that list",
         _evict_device_end="it frees that list",

@@ -8,8 +8,9 @@ from typing import Any
 from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from dsv4_sglang.srt.prefix_cache.block_component import BlockComponent
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
-from dsv4_sglang.srt.prefix_cache.component import BlockComponent, SnapshotComponent
+from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 
 

@@ -64,8 +64,9 @@ def _prefix_cache(scheduler: Any) -> Expected:
 
     from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
     from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
+    from dsv4_sglang.srt.prefix_cache.block_component import BlockComponent
     from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
-    from dsv4_sglang.srt.prefix_cache.component import BlockComponent, SnapshotComponent
+    from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
 
     args, tree = current_flags(scheduler.server_args), scheduler.tree_cache
     if args.disable_radix_cache:
@@ -84,8 +85,8 @@ def _model(scheduler: Any) -> Expected:
     """Yield the expected classes of the model and, with speculation, of its draft model."""
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.attention.backend_v41 import backend_class
+    from dsv4_sglang.srt.models.attention import CachedAttention
     from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
-    from dsv4_sglang.srt.models.layers import CachedAttention
 
     served = scheduler.tp_worker.model_runner
     config = served.model_config.hf_config

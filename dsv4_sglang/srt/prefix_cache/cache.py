@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from dsv4_sglang.cache.contracts import PrefixCacheContract
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
 from dsv4_sglang.srt.sglang.tree import nodes_of
@@ -23,7 +24,7 @@ CHECK_PAUSE = 100
 CHECKED_NODES = 2048
 
 
-class PrefixCache(UnifiedRadixCache):
+class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
     """SGLang's tree with bounded and less frequent consistency checks.
 
     The scheduler runs a check in every idle iteration. A check visits all nodes, and a request that arrives meanwhile
@@ -34,8 +35,8 @@ class PrefixCache(UnifiedRadixCache):
     # The scheduler's running batch. It is marked as full (`batch_is_full`) while there is no room for another request.
     running_batch: Any = None
     _next_check = 0.0
+    # With --kv-events-config, in the process that publishes them.
     events: PrefixEvents | None = None
-    """With --kv-events-config, in the process that publishes them."""
 
     def sanity_check(self) -> None:
         begin = time.monotonic()
@@ -46,7 +47,7 @@ class PrefixCache(UnifiedRadixCache):
         self._next_check = end + CHECK_PAUSE * (end - begin)
 
     def retracted(self, req: Req) -> None:
-        """Handle a request that was retracted because memory is short, after its tokens were inserted into the tree."""
+        """Do nothing: without a host cache, the prefix stays until its eviction."""
 
     def reset(self) -> None:
         super().reset()
@@ -54,16 +55,11 @@ class PrefixCache(UnifiedRadixCache):
         slots.forget()
         self.tree_core.evictable_device_leaves = EvictableLeaves(slots)
 
-    def settle(self, waiting: Iterable[Req]) -> None:
-        """Wait for running copies, and cancel the loads of queued requests."""
+    def wait_for_copies(self, waiting: Iterable[Req]) -> None:
+        """Do nothing: there are no copies."""
 
     def keep_host_cache(self) -> AbstractContextManager[None]:
-        """Context manager around the release of device memory, in which SGLang flushes the cache."""
         return nullcontext()
 
     def invalidate_storage(self, name: str) -> None:
-        """Invalidate stored pages after a weight update, with the tree empty.
-
-        `name` identifies the new weights in a storage. It is equal on all ranks. A server that starts later must not
-        find pages of these weights under its own name.
-        """
+        """Do nothing: there is no storage."""

@@ -64,7 +64,7 @@ class PrefixEvents:
 
     def take(self) -> list[Any]:
         """Return the events since the previous call."""
-        self.settle()
+        self.publish_changes()
         return self._queue.take()
 
     # Changes
@@ -77,7 +77,7 @@ class PrefixEvents:
             node.hash_value = compute_node_hash_values(node, BLOCK)
         self._changed.setdefault(node, []).extend(_hashes(node))
 
-    def settle(self) -> None:
+    def publish_changes(self) -> None:
         """Queue the events of all changes so far."""
         if not self._changed:
             return
@@ -85,10 +85,12 @@ class PrefixEvents:
         for node in reversed(nodes):
             resumable[node] = self._is_resumable(node, resumable)
         for medium in MEDIA:
-            self._settle(medium, nodes, {node for node in nodes if resumable[node] and on_medium(node, medium)})
+            self._publish_changes_on(
+                medium, nodes, {node for node in nodes if resumable[node] and on_medium(node, medium)}
+            )
         self._changed.clear()
 
-    def _settle(self, medium: StorageMedium, nodes: list[Any], present: set[Any]) -> None:
+    def _publish_changes_on(self, medium: StorageMedium, nodes: list[Any], present: set[Any]) -> None:
         """Queue the events of one medium.
 
         Either all blocks of an unchanged node are announced, or none. If a node was split after it changed, the hashes
@@ -144,6 +146,12 @@ class PrefixEvents:
     def _is_announced(self, node: Any) -> bool:
         last = _last_hash(node)
         return any(last in announced for announced in self.announced.values())
+
+
+def note_change(cache: Any, node: Any) -> None:
+    """Record for --kv-events-config that blocks or the snapshot of a node are added or removed."""
+    if cache.events is not None:
+        cache.events.changed(node)
 
 
 def is_for_routers(key: Any, dynamo: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # Relative weight of `last` that breaks ties: of snapshots with equal reuse intervals, the youngest is evicted first. A
@@ -52,6 +53,20 @@ class Ranking:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
+    def ascending(self) -> Iterator[tuple[float, int]]:
+        """Yield the keys and items, smallest first. Only as much of the heap is read as is asked for. The items must
+        not change meanwhile."""
+        # Entries of the heap whose parents were read, with their indices.
+        reached = [(*self._heap[0], 0)] if self._heap else []
+        last = None
+        while reached:
+            key, item, i = heapq.heappop(reached)
+            if self._keys.get(item) == key and (key, item) != last:
+                last = key, item
+                yield last
+            for child in range(2 * i + 1, min(2 * i + 3, len(self._heap))):
+                heapq.heappush(reached, (*self._heap[child], child))
+
 
 class Entry(NamedTuple):
     """Inputs of the eviction score of a snapshot, besides the time and the mean interval.
@@ -67,7 +82,7 @@ class Entry(NamedTuple):
     cost: float
 
     def score(self, now: int, mean_interval: float) -> float:
-        """Return the eviction score, as in `SnapshotRegistry.eviction_score`."""
+        """Return the eviction score, as in `EvictionPolicy.eviction_score`."""
         reuse_interval = max(float(now - self.last), self.interval or mean_interval, 1.0) * (1 + TIE * self.last)
         return reuse_interval / self.cost
 
@@ -134,6 +149,25 @@ class EvictionOrder:
             if score > best[1] or (score == best[1] and number < best[0]):
                 best = number, score
         return best
+
+    def descending(self, now: int, mean_interval: float) -> Iterator[tuple[float, int]]:
+        """Yield eviction scores and snapshots, highest score first (of equal ones, the smallest number first). The
+        snapshots must not change meanwhile."""
+
+        def unknown() -> Iterator[tuple[float, int]]:
+            for key, number in self._unknown.ascending():
+                yield key * max(mean_interval, 1.0), number
+
+        def waiting(cost: float, oldest: Ranking) -> Iterator[tuple[float, int]]:
+            for last, number in oldest.ascending():
+                yield -(now - last) * (1 + TIE * last) / cost, number
+
+        seen = set()
+        ages = (waiting(cost, oldest) for cost, oldest in self._oldest.items())
+        for _, number in heapq.merge(self._known.ascending(), unknown(), *ages):
+            if number not in seen:  # the larger of its two numbers, which is its score, comes first
+                seen.add(number)
+                yield self.entries[number].score(now, mean_interval), number
 
     def _longest_waiting(self, now: int) -> tuple[float, int] | None:
         """Return the snapshot with the highest age / cost, as (-age / cost, number)."""

@@ -39,7 +39,7 @@ class EvictableLeaves(set[Any]):
             return
         if number := self.slots.id_of(node):
             self._drop_plain(node)
-            self.slots.registry.at_leaf(number, True)
+            self.slots.registry.policy.at_leaf(number, True)
         else:
             self._plain.put(node.id, node.last_access_time)
             self._plain_nodes[node.id] = node
@@ -47,7 +47,7 @@ class EvictableLeaves(set[Any]):
     def _drop(self, node: Any) -> None:
         self._drop_plain(node)
         if number := self.slots.id_of(node):
-            self.slots.registry.at_leaf(number, False)
+            self.slots.registry.policy.at_leaf(number, False)
 
     def _drop_plain(self, node: Any) -> None:
         self._plain.drop(node.id)
@@ -60,7 +60,7 @@ class EvictableLeaves(set[Any]):
             if node.last_access_time == first[0]:
                 return node
             self._plain.put(node.id, node.last_access_time)  # it was accessed since it became a leaf
-        number = self.slots.registry.next_leaf()
+        number = self.slots.registry.policy.next_leaf()
         return self.slots.nodes[number] if number else None
 
     def take_first(self) -> Any:
@@ -75,5 +75,5 @@ class EvictableLeaves(set[Any]):
         integrity audit."""
         with_snapshot = {number: node.id for node in self if (number := self.slots.id_of(node))}
         yield from {node.id for node in self} - set(with_snapshot.values()) ^ self._plain_nodes.keys()
-        for number in with_snapshot.keys() ^ self.slots.registry.leaves.entries.keys():
+        for number in with_snapshot.keys() ^ self.slots.registry.policy.leaves.entries.keys():
             yield with_snapshot.get(number, getattr(self.slots.nodes.get(number), "id", 0))

@@ -10,13 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dsv4_sglang import __version__
+from dsv4_sglang.srt.prefix_cache.notes import RequestNote
+from dsv4_sglang.srt.sglang.scheduler import seconds_since_created
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
     from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
     from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
@@ -146,7 +151,7 @@ class HostPool(Protocol):
     loaded_rows: int
 
     @property
-    def held(self) -> int:
+    def used_rows(self) -> int:
         """Number of rows in use."""
 
 
@@ -164,6 +169,8 @@ class CacheMetrics:
             host: The server has a host cache.
         """
         self._slots, self._silent = slots, silent
+        # Label of evicted snapshots, one of REASONS.
+        self.eviction_reason = BLOCKS
         self._pools: tuple[HostPool, HostPool] | None = None
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._logged_at, self._logged = time.monotonic(), 0.0
@@ -182,6 +189,49 @@ class CacheMetrics:
         self._timers = saves, loads
 
     # Events
+
+    def admitted(
+        self, req: Req, resumed: int, hits: dict[str, int], since_use: float | None, since_eviction: float
+    ) -> None:
+        """Count a request that begins.
+
+        Args:
+            req: request of SGLang.
+            resumed: tokens that it does not compute.
+            hits: those tokens by the place that had them, one of SOURCES.
+            since_use: requests since the last use of the snapshot from which it resumes, None without one.
+            since_eviction: requests since the last use of its evicted conversation, 0 without one.
+        """
+        if since_use is not None:
+            self.observe("reuse_interval_requests", since_use, HIT)
+        if since_eviction:
+            self.observe("reuse_interval_requests", since_eviction, EVICTED)
+        if not len(req.output_ids):
+            RequestNote.of(req).first_token_waits_in = HIT if resumed else MISS
+        self.add("prompt_tokens", len(req.full_untruncated_fill_ids))
+        self.add("lost_tokens", max(0, (req.mamba_branching_seqlen or 0) - resumed))
+        if resumed:
+            self.add("snapshots_resumed")
+            self.copied_snapshots(1, timed=True)
+        for source, tokens in hits.items():
+            self.add("hit_tokens", tokens, source)
+        self.publish()
+
+    def first_token(self, req: Req) -> None:
+        """Observe the time to the first token of a request, if it has a token and was not observed before."""
+        note = RequestNote.of(req)
+        if len(req.output_ids) and (cache := note.first_token_waits_in):
+            note.first_token_waits_in = None
+            self.observe("first_token_seconds", seconds_since_created(req), cache)
+
+    @contextmanager
+    def evicting(self, reason: str) -> Iterator[None]:
+        """Context manager: count snapshots that are evicted inside under `reason`, one of REASONS."""
+        before, self.eviction_reason = self.eviction_reason, reason
+        try:
+            yield
+        finally:
+            self.eviction_reason = before
 
     def add(self, name: str, amount: float = 1, value: str = "") -> None:
         """Add `amount` to a counter. `value` is the value of its label."""
@@ -210,17 +260,17 @@ class CacheMetrics:
     # Gauges
 
     @property
-    def held(self) -> int:
+    def used_slots(self) -> int:
         """Number of snapshot slots in use."""
         return self._slots.num_slots - self._slots.available_size()
 
     def states(self) -> dict[str, float]:
         """Return all gauges by name."""
-        states: dict[str, float] = {"snapshots": self.held, "snapshot_capacity": self._slots.num_slots}
+        states: dict[str, float] = {"snapshots": self.used_slots, "snapshot_capacity": self._slots.num_slots}
         if self._pools is not None:
             blocks, snapshots = self._pools
-            states |= {"host_tokens": blocks.held * blocks.page_size, "host_capacity_tokens": blocks.size}
-            states |= {"host_snapshots": snapshots.held, "host_snapshot_capacity": snapshots.page_num}
+            states |= {"host_tokens": blocks.used_rows * blocks.page_size, "host_capacity_tokens": blocks.size}
+            states |= {"host_snapshots": snapshots.used_rows, "host_snapshot_capacity": snapshots.page_num}
         return states
 
     def _poll(self) -> None:

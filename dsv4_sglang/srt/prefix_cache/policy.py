@@ -1,263 +1,122 @@
-"""Eviction policy of the prefix cache: the registry of all snapshots, and the value of each.
-
-The registry does not depend on a tree or a server. A snapshot is identified by a number:
-
-- 1..capacity: the slot that it has in the snapshot pool on the device;
-- capacity + 1 and up: the row that it has in host memory, if the device does not have it (`host_id`);
-- 0: no snapshot.
-
-The snapshots form a forest of their own. `previous` is the next snapshot on the path to the root of the prefix tree, no
-matter how many blocks or nodes are between the two. A branch is a path of snapshots without a fork, usually one
-conversation. Its end is the snapshot that has no follower.
-"""
+"""Eviction policy of the prefix cache: the value of each snapshot, and the orders in which device and host evict."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.eviction_order import TIE, Entry, EvictionOrder
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 
 # Factor on the probability of reuse if a later snapshot exists on the same branch. A conversation normally resumes from
 # its end; only an edited or repeated turn resumes from an earlier snapshot. `benchmarks/prefix_simulation.py` hits
 # 98.1 % with 1/16, 97.4 % with 1/4, 97.7 % with 1/64.
 SUPERSEDED = 1 / 16
 
-# Larger than any real interval.
-UNKNOWN = 1e12
-
-# Number of branch ends, reused or evicted, over which the mean interval is averaged (exponentially).
-MEMORY = 256
-
-# Upper limit of the mean interval, as a multiple of the mean interval of branches that were reused. A larger limit
-# favours workloads that reuse everything, a smaller one workloads with many finished conversations: factors 1.5, 2 and
-# 3 hit 10.4, 13.9, 14.2 % of one load of `benchmarks/agent_trace.py` and 78, 74, 63 % of another.
-INTERVAL_CAP = 2
-
-# Evicted branches that are remembered for ghost hits, per place of the registry. Each takes about 100 bytes.
-REMEMBERED = 4
-
-# With a host cache, 1/MARGIN of the device is kept free or evictable without a copy (the host has one already), so that
-# an allocation rarely waits for a save. With a larger share the host would hold more duplicates.
-MARGIN = 32
-
 # Most snapshots that a search for the next evictions returns for slots, and for blocks. All of a larger margin would
 # take milliseconds to find, and one scheduler iteration saves fewer.
 CANDIDATES = 256
 
+# Index of all snapshots in a column.
+EVERY = slice(None)
 
-class SnapshotRegistry:
-    """Snapshots in slots 1..capacity of the device and in `host_rows` rows of the host cache.
 
-    Time is counted in admitted requests (`tick`). The policy evicts the snapshot with the lowest value:
+class EvictionPolicy:
+    """Value of the snapshots of a registry. The snapshot with the lowest value is evicted:
 
         value          = recompute_cost x probability of reuse
         recompute_cost = (length - length of `previous`) x (SUPERSEDED if a later snapshot is on the branch, else 1)
         probability    ~ 1 / reuse_interval
-        reuse_interval = max(age, interval of the branch, or `mean_interval` while the branch was never reused)
+        reuse_interval = max(age, interval of the branch, or the mean interval while the branch was never reused)
 
     `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
-    taken or last resumed from. `interval` is a moving average of the times between uses of the branch. The code
-    compares the reciprocal of the value, `eviction_score`: the highest score is evicted first. Blocks are evicted by
-    `reuse_interval` alone, since every block saves the same number of tokens.
+    taken or last resumed from. `interval` is a moving average of the times between uses of the branch, and the mean is
+    that of `ReuseEstimate`. The code compares the reciprocal of the value, `eviction_score`: the highest score is
+    evicted first. Blocks are evicted by `reuse_interval` alone, since every block saves the same number of tokens.
 
     A branch with an interval too long for the pool is thus evicted before branches that the pool can hold. Before the
-    first reuse all intervals are UNKNOWN, and the oldest snapshots stay.
-
-    `mean_interval` is the total time that branch ends have waited, divided by the number of their reuses. Three rules
-    keep this estimate useful:
-
-    - Branches evicted without reuse contribute their waiting time (censored observations). In a full pool only the
-      shortest intervals end in a reuse. If only these counted, a pool for a tenth of the conversations would keep the
-      newest ones, evict each just before its next turn, and hit almost nothing.
-    - Conversations that return after their eviction count as reuses (ghost hits, `ghost_hit`). Without them the
-      estimate stays too short while the working set grows, and the pool thrashes.
-    - The estimate is limited to INTERVAL_CAP times the mean interval of the reuses. Otherwise a pool full of finished
-      conversations would wait for them and keep out new ones.
+    first reuse all intervals are unknown, and the oldest snapshots stay.
     """
 
-    def __init__(self, capacity: int, host_rows: int = 0) -> None:
-        self.capacity = capacity
-        self.now = 0
-        # Mean time between uses over all branches. It applies to branches that were never reused.
-        self.mean_interval = UNKNOWN
-        self._waited = self._uses = self._used_after = 0.0
-        # Incremented by each change that may alter the order of snapshots.
-        self.changes = 0
-        # Ghosts: path hash of the end of an evicted branch -> time of its last use. Oldest eviction first.
-        self._ghosts: dict[int, int] = {}
-        size = capacity + host_rows + 1
-        # Columns by number of a snapshot. Tokens of the path that it covers.
-        self.length = np.zeros(size, dtype=np.int64)
-        # Time when the snapshot was taken or last resumed from.
-        self.last = np.zeros(size, dtype=np.int64)
-        # Moving average of the times between uses, 0 while unknown.
-        self.interval = np.zeros(size, dtype=np.float64)
-        # The snapshot is in the registry.
-        self.held = np.zeros(size, dtype=bool)
-        # Number of requests and copies that use it.
-        self.locks = np.zeros(size, dtype=np.int32)
-        # The next snapshot on the path to the root, or 0.
-        self.previous = np.zeros(size, dtype=np.int64)
-        # Number of snapshots that have this one as `previous`.
-        self.followers = np.zeros(size, dtype=np.int64)
-        # The next four apply to snapshots in device slots only.
-        # The host has a copy.
-        self.copied = np.zeros(size, dtype=bool)
-        # The host must get a copy before the device evicts the snapshot.
-        self.pending_write = np.zeros(size, dtype=bool)
-        # No early copy is due: one was made, found no room, or is not needed before eviction.
-        self.attempted = np.zeros(size, dtype=bool)
-        # The snapshot is among the next that the device evicts (`note_eviction_candidates`).
-        self.evicted_next = np.zeros(size, dtype=bool)
+    def __init__(self, registry: SnapshotRegistry) -> None:
+        self.registry = registry
         # Snapshots whose blocks end in a leaf that the tree may evict, by reuse interval (`at_leaf`).
         self.leaves = EvictionOrder()
         # Snapshots in device slots that may be evicted for their slot, by eviction score.
         self._for_slots = EvictionOrder()
+        # Copies on the host that are no duplicates, by eviction score and by reuse interval.
+        self.host_rows, self.host_blocks = EvictionOrder(), EvictionOrder()
+        # Result of the last search for the snapshots that the device evicts next (`mark_next_evicted`).
+        self._next_evicted = np.zeros(registry.size, dtype=bool)
 
-    def tick(self) -> None:
-        self.now += 1
-        self.changes += 1
+    # Values
 
-    def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
-        """Add a snapshot to the forest.
+    def _interval(self, number: int) -> float:
+        return float(self.registry.interval[number])
 
-        Args:
-            slot: number of the snapshot; must be unused.
-            length: tokens of the path that it covers.
-            previous: the next snapshot on the path to the root, or 0.
-            following: followers of `previous` that now follow the new snapshot.
+    def _cost(self, number: int) -> float:
+        """Return the element of `recompute_cost` for one snapshot."""
+        registry = self.registry
+        saved = float(registry.length[number] - registry.length[registry.previous[number]])
+        return saved * (SUPERSEDED if registry.superseded(number) else 1.0)
 
-        Raises:
-            ValueError: the number is in use.
-        """
-        if self.held[slot]:
-            raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
-        self.changes += 1
-        # A continued branch keeps its interval. A fork starts a branch with no history.
-        self.interval[slot] = self.interval[previous] if previous and not self.followers[previous] else 0.0
-        self.held[slot] = True
-        self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
-        following = list(following)
-        self.previous[slot], self.previous[following] = previous, slot
-        self.followers[slot] = len(following)
-        self.followers[previous] += 1 - len(following)
-        self._reorder(slot, previous, *following)
+    def _entry(self, number: int, cost: float) -> Entry:
+        return Entry(int(self.registry.last[number]), self._interval(number), max(cost, 1e-9))
 
-    def remove(self, slot: int, path_hash: int = 0) -> None:
-        """Remove an evicted snapshot. Its followers follow the snapshot before it.
+    def recompute_cost(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
+        """Return the tokens to recompute without each of the snapshots `at`, times SUPERSEDED where that applies."""
+        registry = self.registry
+        saved = registry.length[at] - registry.length[registry.previous[at]]
+        return saved * np.where(registry.followers[at] == 1, SUPERSEDED, 1.0)
 
-        Args:
-            slot: number of the snapshot; must be unlocked.
-            path_hash: hash of its token path if it is the end of a branch, for ghost hits. 0 records no ghost.
+    def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
+        """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, float64."""
+        last, known = self.registry.last[at], self.registry.interval[at]
+        interval = np.where(known > 0, known, self.registry.reuse.mean_interval)
+        return np.maximum(np.maximum(self.registry.now - last, interval), 1.0) * (1 + TIE * last)
 
-        Raises:
-            ValueError: the snapshot is locked or not in the registry.
-        """
-        if not self.held[slot] or self.locks[slot]:
-            raise ValueError(f"snapshot slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
-        self.changes += 1
-        if not self.followers[slot]:
-            self._waiting_ended(float(self.now - self.last[slot]), used=False)
-            if path_hash:
-                self._ghosts.pop(path_hash, None)
-                self._ghosts[path_hash] = int(self.last[slot])
-                if len(self._ghosts) > REMEMBERED * len(self.held):
-                    del self._ghosts[next(iter(self._ghosts))]
-        following, previous = list(self.following(slot)), int(self.previous[slot])
-        self.previous[following] = previous
-        self.followers[previous] += len(following) - 1
-        self._forget(slot)
-        self._reorder(previous, *following)
+    def eviction_score(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
+        """Return `reuse_interval` divided by `recompute_cost`. The highest score is evicted first."""
+        return self.reuse_interval(at) / np.maximum(self.recompute_cost(at), 1e-9)
 
-    def _forget(self, slot: int) -> None:
-        for column in (self.held, self.copied, self.pending_write, self.attempted, self.evicted_next, self.followers):
-            column[slot] = False
-        self.leaves.drop(slot)
-        self._for_slots.drop(slot)
+    # Orders that are kept up to date
 
-    def host_id(self, row: int) -> int:
-        """Return the number of the snapshot in host row `row` (0-based) that the device does not have."""
-        return self.capacity + 1 + row
+    def changed(self, *numbers: int) -> None:
+        """Update the eviction orders after a change of these snapshots. 0 is skipped."""
+        for number in filter(None, numbers):
+            if number in self.leaves:
+                self.at_leaf(number, True)
+            for order, entry in self._places(number):
+                if entry is None:
+                    order.drop(number)
+                else:
+                    order.put(number, entry)
 
-    def move(self, slot: int, to: int) -> None:
-        """Give a snapshot a new number, `to`. It keeps its history and its neighbours.
+    def _places(self, number: int) -> Iterator[tuple[EvictionOrder, Entry | None]]:
+        """Yield the orders that are derived from the registry, each with the entry of a snapshot. None: it has none."""
+        registry = self.registry
+        here = bool(registry.in_registry[number])
+        on_host = here and (
+            number > registry.capacity or bool(self._next_evicted[number] and registry.copies.is_saved(number))
+        )
+        for_slot = here and number <= registry.capacity and not registry.locks[number]
+        by_score = self._entry(number, self._cost(number)) if for_slot or on_host else None
+        yield self._for_slots, by_score if for_slot else None
+        yield self.host_rows, by_score if on_host else None
+        yield self.host_blocks, self._entry(number, 1.0) if on_host else None
 
-        Raises:
-            ValueError: the snapshot is not in the registry or is locked, or `to` is in use.
-        """
-        if not self.held[slot] or self.locks[slot] or self.held[to]:
-            raise ValueError(f"snapshot {slot} cannot move to {to}: not held, locked, or taken")
-        self.changes += 1
-        self.previous[list(self.following(slot))] = to
-        for column in (self.length, self.last, self.interval, self.previous, self.followers):
-            column[to] = column[slot]
-        self.locks[to] = 0
-        at_leaf = slot in self.leaves
-        self._forget(slot)
-        self.held[to] = True
-        self.at_leaf(to, at_leaf)
-        self._reorder(to)
-
-    def use(self, slot: int) -> float:
-        """Record that a request resumes from the snapshot. Return the time since it was taken or last used."""
-        self.changes += 1
-        since = float(self.now - self.last[slot])
-        known = self.interval[slot]
-        self.interval[slot] = since if known == 0 else (known + since) / 2
-        if not self.followers[slot]:
-            self._waiting_ended(since, used=True)
-        self.last[slot] = self.now
-        self._reorder(slot)
-        return since
-
-    def ghost_hit(self, path_hashes: Iterable[int]) -> float:
-        """Count a reuse if a request recomputes an evicted branch.
-
-        Args:
-            path_hashes: hashes of the request's recomputed prefixes, longest first. Only the first match counts.
-
-        Returns:
-            The time since the last use of the longest evicted path. 0 if none is remembered.
-        """
-        for path_hash in path_hashes if self._ghosts else ():
-            if (last := self._ghosts.pop(path_hash, None)) is not None:
-                since = float(self.now - last)
-                self._reused_after(since)
-                self._estimate()
-                return since
-        return 0.0
-
-    def _waiting_ended(self, waited: float, *, used: bool) -> None:
-        kept = 1 - 1 / MEMORY
-        self._waited, self._uses = self._waited * kept + waited, self._uses * kept + used
-        if used:
-            self._reused_after(waited)
-        self._estimate()
-
-    def _reused_after(self, waited: float) -> None:
-        self._used_after += (waited - self._used_after) / (32 if self._used_after else 1)
-
-    def _estimate(self) -> None:
-        """Update `mean_interval`: waiting time per reuse, which estimates the mean of censored intervals.
-
-        Snapshots without a reuse are ordered by it, so each update increments `changes`.
-        """
-        self.changes += 1
-        if self._uses:
-            self.mean_interval = min(self._waited / self._uses, INTERVAL_CAP * self._used_after)
-
-    def lock(self, slot: int) -> None:
-        self.locks[slot] += 1
-        self._for_slots.drop(slot)
-
-    def unlock(self, slot: int) -> None:
-        self.locks[slot] -= 1
-        assert self.locks[slot] >= 0, f"snapshot slot {slot} unlocked once too often"
-        self._reorder(slot)
+    def forget(self, number: int) -> None:
+        """Drop a number that no longer denotes a snapshot from all orders."""
+        self._next_evicted[number] = False
+        self.leaves.drop(number)
+        for order in (self._for_slots, self.host_rows, self.host_blocks):
+            order.drop(number)
 
     def at_leaf(self, number: int, at_leaf: bool) -> None:
         """Note that the blocks of a snapshot end in a leaf that the tree may evict, or that they do not any more."""
@@ -266,63 +125,22 @@ class SnapshotRegistry:
         else:
             self.leaves.drop(number)
 
-    def next_leaf(self) -> int:
-        """Return the snapshot with the longest `reuse_interval` of those at a leaf, or 0 if there is none."""
-        return self.leaves.first(self.now, self.mean_interval)[0]
-
-    def _reorder(self, *numbers: int) -> None:
-        """Update the eviction orders after a change of these snapshots. 0 is skipped."""
-        for number in filter(None, numbers):
-            if number in self.leaves:
-                self.at_leaf(number, True)
-            if self.held[number] and number <= self.capacity and not self.locks[number]:
-                self._for_slots.put(number, self._entry(number, self._cost(number)))
-
     def misplaced(self) -> Iterator[int]:
         """Yield the snapshots whose place in an eviction order is not that of their columns, for the integrity
         audit."""
-        evictable = set(
-            np.flatnonzero(self.held[: self.capacity + 1] & (self.locks[: self.capacity + 1] == 0)).tolist()
-        )
-        for number in sorted(evictable | self._for_slots.entries.keys() | self.leaves.entries.keys()):
-            expected = self._entry(number, self._cost(number)) if number in evictable else None
+        orders = (self.leaves, self._for_slots, self.host_rows, self.host_blocks)
+        listed = {number for order in orders for number in order.entries}
+        for number in sorted(listed | set(np.flatnonzero(self.registry.in_registry).tolist())):
             at_leaf = self.leaves.entries.get(number)
-            if self._for_slots.entries.get(number) != expected or at_leaf not in (None, self._entry(number, 1.0)):
+            places = self._places(number)
+            if at_leaf not in (None, self._entry(number, 1.0)) or any(o.entries.get(number) != e for o, e in places):
                 yield number
 
-    def _entry(self, number: int, cost: float) -> Entry:
-        return Entry(int(self.last[number]), self._interval(number), max(cost, 1e-9))
+    # Evictions from the device
 
-    def _interval(self, number: int) -> float:
-        return float(self.interval[number])
-
-    def _cost(self, number: int) -> float:
-        """Return the element of `recompute_cost` for one snapshot."""
-        saved = float(self.length[number] - self.length[self.previous[number]])
-        return saved * (SUPERSEDED if self.superseded(number) else 1.0)
-
-    def superseded(self, slot: int) -> bool:
-        """Return True if a later snapshot is on the same branch, on the device or on the host."""
-        return bool(self.followers[slot] == 1)
-
-    def following(self, slot: int) -> set[int]:
-        """Return the next snapshots on the paths below this one."""
-        if not self.followers[slot]:
-            return set()
-        return set(np.flatnonzero(self.held & (self.previous == slot)).tolist())
-
-    def recompute_cost(self, count: int | None = None) -> np.ndarray:
-        """Return the tokens to recompute without each of the first `count` snapshots (default: all), times SUPERSEDED
-        where that applies."""
-        saved = self.length[:count] - self.length[self.previous[:count]]
-        return saved * np.where(self.followers[:count] == 1, SUPERSEDED, 1.0)
-
-    def reuse_interval(self, count: int | None = None) -> np.ndarray:
-        """Return the expected time to reuse (reciprocal of its probability) of the first `count` snapshots (default:
-        all), float64."""
-        last, known = self.last[:count], self.interval[:count]
-        interval = np.where(known > 0, known, self.mean_interval)
-        return np.maximum(np.maximum(self.now - last, interval), 1.0) * (1 + TIE * last)
+    def next_leaf(self) -> int:
+        """Return the snapshot with the longest `reuse_interval` of those at a leaf, or 0 if there is none."""
+        return self.leaves.first(self.registry.now, self.registry.reuse.mean_interval)[0]
 
     def lowest_value(self, *, needed: bool, saves: int) -> int:
         """Return the device snapshot to evict for its slot, or 0 if there is none.
@@ -332,52 +150,50 @@ class SnapshotRegistry:
                 than the new one, which is assumed to be superseded.
             saves: recompute cost of the new snapshot in tokens.
         """
-        slot, score = self._for_slots.first(self.now, self.mean_interval)
-        least = 0.0 if needed else max(self.mean_interval, 1.0) / max(saves * SUPERSEDED, 1e-9)
+        mean_interval = self.registry.reuse.mean_interval
+        slot, score = self._for_slots.first(self.registry.now, mean_interval)
+        least = 0.0 if needed else max(mean_interval, 1.0) / max(saves * SUPERSEDED, 1e-9)
         return slot if score > least else 0
 
-    # Host cache
+    def next_evicted(self, tokens: int, slots: int, most: int = CANDIDATES) -> list[int]:
+        """Return the snapshots that the device evicts next, in order. Does not change the registry.
 
-    def eviction_score(self, count: int | None = None) -> np.ndarray:
-        """Return `reuse_interval` divided by `recompute_cost`, by number. The highest score is evicted first."""
-        return self.reuse_interval(count) / np.maximum(self.recompute_cost(count), 1e-9)
-
-    def to_copy(self) -> list[int]:
-        """Return the slots that the host should copy at once, most valuable first."""
-        slots = np.flatnonzero(self.held & self.pending_write & ~self.copied & ~self.attempted)
-        return slots[np.argsort(self.eviction_score()[slots], kind="stable")].tolist() if len(slots) else []
-
-    def note_eviction_candidates(self, tokens: int, slots: int, most: int = CANDIDATES) -> list[int]:
-        """Return the snapshots that the device evicts next, in order, and mark them in `evicted_next`.
-
-        Snapshots locked by requests are marked too if they would be candidates without the lock, but are not returned.
+        Snapshots locked by requests are returned too if they would be evicted without the lock. They free nothing.
 
         Args:
             tokens: tokens of blocks to free, by evicting the ends of paths.
             slots: snapshot slots to free.
-            most: limit of the snapshots that are noted for tokens, and of those for slots.
+            most: limit of the snapshots that are returned for tokens, and of those for slots.
         """
-        here, locks = (column[: self.capacity + 1] for column in (self.held, self.locks))
-        # Candidates that only a running copy to the host locks become evictable when the copy ends.
-        copying = (self.evicted_next & self.copied)[: len(here)] & (locks > 0)
+        registry = self.registry
+        here, locks = (column[: registry.capacity + 1] for column in (registry.in_registry, registry.locks))
+        # Snapshots of the last search that only a running copy to the host locks become evictable when the copy ends.
+        copying = (self._next_evicted & registry.copies.saved())[: len(here)] & (locks > 0)
         free = here & ((locks == 0) | copying)
-        going: dict[int, None] = {}
+        leaving: dict[int, None] = {}
+        device = slice(len(here))
+        reuse_interval = self.reuse_interval(device)
         if slots > 0:
-            score = self.eviction_score(len(here))
-            order = _first(np.flatnonzero(here), score, free.astype(np.int64), slots, most)
-            going.update(dict.fromkeys(order.tolist()))
+            score = reuse_interval / np.maximum(self.recompute_cost(device), 1e-9)
+            order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)
+            leaving.update(dict.fromkeys(order.tolist()))
         if tokens > 0:
-            going.update(dict.fromkeys(islice(self._ends_to_evict(here, free, tokens, most), most)))
-        self.evicted_next[:] = False
-        self.evicted_next[list(going)] = True
-        return [slot for slot in going if free[slot]]
+            ends = self._ends_to_evict(here, free, reuse_interval, tokens, most)
+            leaving.update(dict.fromkeys(islice(ends, most)))
+        return list(leaving)
 
-    def _ends_to_evict(self, here: np.ndarray, free: np.ndarray, tokens: int, most: int) -> Iterator[int]:
+    def _ends_to_evict(
+        self, here: np.ndarray, free: np.ndarray, reuse_interval: np.ndarray, tokens: int, most: int
+    ) -> Iterator[int]:
         """Yield the snapshots that end paths on the device, in the order in which their blocks are evicted, until that
         frees `tokens` tokens. Those that are not `free` are yielded too, but free nothing."""
-        ids, reuse_interval = np.flatnonzero(here), self.reuse_interval(len(here))
-        followers = np.bincount(self.previous[ids], minlength=len(self.held))
-        saved = np.where(free, self.length[: len(here)] - self.length[self.previous[: len(here)]], 0)
+        registry = self.registry
+        ids, length, previous = np.flatnonzero(here), registry.length, registry.previous
+        followers = np.bincount(previous[ids], minlength=registry.size)
+
+        def saved(ids: np.ndarray) -> np.ndarray:
+            return free[ids] * (length[ids] - length[previous[ids]])
+
         order = _first(ids[followers[ids] == 0], reuse_interval, saved, tokens, most)
         ends = [(-reuse_interval[slot], slot) for slot in order.tolist()]
         while ends and tokens > 0:
@@ -385,38 +201,49 @@ class SnapshotRegistry:
             yield slot
             if not free[slot]:
                 continue
-            above = int(self.previous[slot])
-            tokens -= int(saved[slot])
+            above = int(previous[slot])
+            tokens -= int(length[slot] - length[above])
             followers[above] -= 1
-            if 0 < above <= self.capacity and here[above] and not followers[above]:
+            if 0 < above <= registry.capacity and here[above] and not followers[above]:
                 heapq.heappush(ends, (-reuse_interval[above], above))
 
-    def host_value(self, score: np.ndarray) -> np.ndarray:
-        """Return the value of each snapshot's host copy, by number. The host evicts the smallest first.
+    # Host cache
 
-        While the device keeps a snapshot, its host copy is a duplicate. It has a negative value, lowest for snapshots
-        that the device will keep longest. Other copies have the value of the snapshot itself, and so do copies of those
-        that the device evicts next.
+    def mark_next_evicted(self, numbers: Iterable[int]) -> None:
+        """Note the result of the last search. The host keeps the copies of these snapshots (`duplicates`)."""
+        before = np.flatnonzero(self._next_evicted).tolist()
+        self._next_evicted[:] = False
+        self._next_evicted[leaving := list(numbers)] = True
+        self.changed(*before, *leaving)
 
-        Args:
-            score: `eviction_score` if rows of snapshots are needed, `reuse_interval` if blocks are.
-        """
-        return np.where(self.copied & ~self.evicted_next, -1 / score, 1 / score)
+    def to_save(self) -> list[int]:
+        """Return the slots that the host should copy at once, most valuable first."""
+        slots = self.registry.copies.due()
+        return slots[np.argsort(self.eviction_score()[slots], kind="stable")].tolist() if len(slots) else []
 
-    def on_host(self, value: np.ndarray, below: float = np.inf) -> list[int]:
-        """Return the snapshots with a copy on the host and a `host_value` below `below`, in eviction order."""
-        everywhere = np.arange(len(self.held))
-        ids = everywhere[self.held & (self.copied | (everywhere > self.capacity)) & (value < below)]
-        return ids[np.argsort(value[ids], kind="stable")].tolist()
+    def duplicates(self) -> np.ndarray:
+        """Return a bool column by number: True if the host has a copy of a snapshot that the device keeps."""
+        return self.registry.copies.saved() & ~self._next_evicted
+
+    def entry(self, number: int, *, for_rows: bool) -> Entry:
+        """Return the element of `eviction_score`, or of `reuse_interval`, for one snapshot."""
+        return self._entry(number, self._cost(number) if for_rows else 1.0)
 
 
-def _first(ids: np.ndarray, score: np.ndarray, amount: np.ndarray, needed: int, most: int) -> np.ndarray:
+def _first(
+    ids: np.ndarray, score: np.ndarray, amount: Callable[[np.ndarray], np.ndarray], needed: int, most: int
+) -> np.ndarray:
     """Return the ids of highest score, in descending order, until their amounts add up to `needed`, at most `most`.
 
-    `score` and `amount` are columns by id.
+    Args:
+        ids: ids in ascending order.
+        score: column by id.
+        amount: function that returns the amounts of ids.
+        needed: sum of the amounts.
+        most: limit of the ids.
     """
     if len(ids) > most:
         scores = score[ids]
         ids = ids[scores >= np.partition(scores, -most)[-most]]
     order = ids[np.argsort(-score[ids], kind="stable")]
-    return order[: min(most, int(np.searchsorted(np.cumsum(amount[order]), needed)) + 1)]
+    return order[: min(most, int(np.searchsorted(np.cumsum(amount(order)), needed)) + 1)]

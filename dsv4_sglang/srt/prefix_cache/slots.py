@@ -10,11 +10,13 @@ import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
+from dsv4_sglang.cache.contracts import SnapshotPool
+from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
-from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 
 
-class SnapshotSlots:
+class SnapshotSlots(SnapshotPool):
     """Replacement of SGLang's pool of int8 copies of Mamba states (`HybridReqToTokenPool.mamba_ckpt_pool`).
 
     SGLang calls `available_size` and `num_slots` in its leak check, `clear` when it flushes, and `load_to_active`
@@ -49,29 +51,26 @@ class SnapshotSlots:
         self.forget()
 
     def available_size(self) -> int:
-        return len(self._free)
+        return self._free.available
 
     def free_slots(self) -> list[int]:
         """Return the slots that `take` would allocate, in reverse order."""
-        return list(self._free)
+        return self._free.free()
 
     def take(self) -> int:
-        """Allocate the slot that was freed last. Return 0 if none is free."""
-        return self._free.pop() if self._free else 0
+        taken = self._free.take(1)
+        return taken[0] if taken else 0
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Free slots. Raise ValueError if more are free than exist."""
-        self._free.extend(slots)
-        if len(self._free) > self.num_slots:
-            raise ValueError(f"{len(self._free)} slots are free of {self.num_slots}: some were released twice")
+        self._free.give_back(slots)
 
     def free(self, slots: Tensor) -> None:
-        """Free the slot that a tree node held (a `node_value`)."""
+        """Free the slot that was the value of a tree node (a `node_value`)."""
         self.give_back(slots.tolist())
 
     def clear(self) -> None:
         """Free all slots. The registry is not changed; the tree removes its snapshots with `forget`."""
-        self._free = list(range(self.num_slots, 0, -1))
+        self._free = FreeList(self.num_slots, first=1)
 
     def forget(self) -> None:
         """Empty the registry, after the tree was emptied."""
@@ -79,8 +78,6 @@ class SnapshotSlots:
         self.nodes.clear()
 
     def id_of(self, node: Any) -> int:
-        """Return the number of a tree node's snapshot in the registry: its slot, or the number of its host row if the
-        device does not have it. Return 0 if the node has no snapshot."""
         data = node.component_data[ComponentType.MAMBA]
         if data.value is not None:
             return int(data.value)

@@ -19,14 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.prefix_cache.notes import BatchNote, RequestNote
 from dsv4_sglang.srt.sglang.scheduler import note_track_positions, track_entry
-
-# Attributes of a batch: the planned snapshots of its requests, as lists and as a tensor.
-PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
-# Attribute of a batch: per request, the slot of the snapshot to take if its verify step passes the length.
-VERIFY_PLAN = "dsv4_verify_plan"
-# Attribute of a request that is retracted because memory is short: keep its KV cache in the tree.
-KEEP = "dsv4_keep"
 
 
 class PrefillPlanTaker:
@@ -34,17 +28,21 @@ class PrefillPlanTaker:
 
     prefill_plan: torch.Tensor | None = None
 
+    def take_prefill_plan(self) -> torch.Tensor | None:
+        """Return the snapshot table of the step that begins, which then belongs to no other step."""
+        plan, self.prefill_plan = self.prefill_plan, None
+        return plan
+
 
 def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     """AROUND `ScheduleBatch.prepare_for_extend`, which calls `plan_request` for each request."""
-    setattr(batch, PLAN, [])
-    setattr(batch, TABLE, None)
+    note = BatchNote.of(batch)
+    note.prefill_plan, note.prefill_table = [], None
     original(batch)
-    plan: list[list[tuple[int, int]]] = getattr(batch, PLAN)
     batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
-    if any(plan):
-        table = pad_sequence([torch.tensor(taken, dtype=torch.int64).view(-1, 2) for taken in plan], batch_first=True)
-        setattr(batch, TABLE, table.to(batch.device, non_blocking=True))
+    if any(note.prefill_plan):
+        rows = [torch.tensor(taken, dtype=torch.int64).view(-1, 2) for taken in note.prefill_plan]
+        note.prefill_table = pad_sequence(rows, batch_first=True).to(batch.device, non_blocking=True)
 
 
 def pass_plan_to_backend(
@@ -54,16 +52,16 @@ def pass_plan_to_backend(
     batch; the step follows in the same thread."""
     if isinstance(model_runner.attn_backend, PrefillPlanTaker):
         model_runner.attn_backend.prefill_plan = (
-            getattr(batch, TABLE, None) if batch.forward_mode.is_extend_without_speculative() else None
+            BatchNote.of(batch).prefill_table if batch.forward_mode.is_extend_without_speculative() else None
         )
     return original(cls, batch, model_runner, **arguments)
 
 
 def plan_request(batch: Any, req: Any) -> Any:
     """REPLACE `targets.TRACK_REQUEST`: plan the snapshots of one request."""
-    plan = getattr(batch, PLAN)
+    plan = BatchNote.of(batch).prefill_plan
     room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
-    taken = component_of(batch.tree_cache).plan_prefill(req, room)
+    taken = component_of(batch.tree_cache).planner.plan_prefill(req, room)
     plan.append(taken)
     return track_entry(bool(taken))
 
@@ -78,23 +76,23 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     `plan_verify` planned, or None if there are none.
     """
     if not batch.spec_algorithm.is_none():
-        planned = getattr(batch, VERIFY_PLAN, [])
+        planned = BatchNote.of(batch).verify_plan
         batch.mamba_track_indices = (
             torch.tensor(planned, dtype=torch.int64).to(batch.device, non_blocking=True) if any(planned) else None
         )
         return
     note_track_positions(batch)
-    component = component_of(batch.tree_cache)
+    planner = component_of(batch.tree_cache).planner
     at = batch.seq_lens_cpu % BLOCK
     for row in torch.nonzero(at == 2).flatten().tolist():
-        component.settle(batch.reqs[row])
+        planner.free_replaced(batch.reqs[row])
     due = torch.nonzero(at == 0).flatten().tolist()
     if not due:
         batch.mamba_track_indices = torch.zeros(len(batch.reqs), dtype=torch.int64, device=batch.device)
         return
     slots = torch.zeros(len(batch.reqs), dtype=torch.int64)
     for row in due:
-        slots[row] = component.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
+        slots[row] = planner.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
 
 
@@ -103,15 +101,15 @@ def plan_verify(original: Callable[..., None], batch: Any) -> None:
     original(batch)
     if not isinstance(batch.tree_cache, PrefixCache):
         return
-    component = component_of(batch.tree_cache)
+    planner = component_of(batch.tree_cache).planner
     draft_tokens = get_spec().speculative_num_draft_tokens
-    setattr(batch, VERIFY_PLAN, [component.plan_verify(req, draft_tokens) for req in batch.reqs])
+    BatchNote.of(batch).verify_plan = [planner.plan_verify(req, draft_tokens) for req in batch.reqs]
 
 
 def retract_for_memory(original: Callable[..., Any], batch: Any, idx: int, *arguments: Any, **named: Any) -> Any:
     """AROUND `ScheduleBatch.release_req`, which retracts a decoding request to make room for others: mark the request,
     so that `keep_on_retraction` keeps its KV cache. Return the result of SGLang's function."""
-    setattr(batch.reqs[idx], KEEP, True)
+    RequestNote.of(batch.reqs[idx]).keeps_cache = True
     return original(batch, idx, *arguments, **named)
 
 
@@ -122,7 +120,8 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
     cache saves them. SGLang also retracts all requests when it pauses, for example to update weights; then nothing is
     inserted.
     """
-    for_memory = vars(req).pop(KEEP, False)
+    note = RequestNote.of(req)
+    for_memory, note.keeps_cache = note.keeps_cache, False
     if for_memory and req.kv.holds_kv:
         req.refresh_fill_ids()
         tree_cache.checkpoint(req, up_to=req.owned_kv_len())

@@ -68,3 +68,14 @@ def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
             for component in components:
                 core._evict_component_and_detach_lru(node, component, *freed, target=EvictLayer.HOST)
             core._update_evictable_leaf_sets(node)
+
+
+@contextmanager
+def saving_on_eviction(core: Any, needed: bool) -> Iterator[None]:
+    """Context manager: inside, the tree saves a node to the host when it evicts the node from the device, if `needed`.
+    Outside it always does."""
+    core.is_write_back = needed
+    try:
+        yield
+    finally:
+        core.is_write_back = True

@@ -1,29 +1,22 @@
-"""Host copies of blocks and snapshots, and the transfers between host and GPU."""
+"""Host copies of blocks and snapshots in rows of host memory, and the transfers between host and GPU."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import mmap
-import os
-import resource
-import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.cache.host_memory import HostMemory
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 
 # Number of blocks that are gathered on the GPU at once before they are copied to the host.
 STAGED_BLOCKS = 64
-
 
 # Bytes of layers that one launch loads, 0.3 ms on PCIe 5. Larger: the link idles for a few microseconds between
 # launches. Smaller: a step waits for all layers of a launch.
@@ -31,159 +24,6 @@ LOADED_TOGETHER = 16 << 20
 
 # Alignment in bytes. The GPU reads host memory in lines of this size, and a misaligned read takes two lines.
 ALIGNED = 128
-
-
-def cpus_in(listed: str) -> set[int]:
-    """Parse a CPU list as Linux writes it: "0-3,8" is {0, 1, 2, 3, 8}."""
-    cpus: set[int] = set()
-    for piece in filter(None, listed.strip().split(",")):
-        first, _, last = piece.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def cpus_near(device: torch.device) -> set[int]:
-    """Return the CPUs of the GPU's NUMA node, an empty set if the system does not report them."""
-    properties = torch.cuda.get_device_properties(device)
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in place:
-        return set()
-    domain, bus, slot = place
-    listed = Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/local_cpulist")
-    return cpus_in(listed.read_text()) & os.sched_getaffinity(0) if listed.is_file() else set()
-
-
-@contextmanager
-def running_on(cpus: Collection[int]) -> Iterator[None]:
-    """Run this thread on `cpus` if there are any. Linux allocates a page on the node of the thread that first touches
-    it.
-    """
-    before = os.sched_getaffinity(0)
-    if cpus:
-        os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-class HostMemory:
-    """Zeroed, page-aligned host memory, `bytes` [nbytes] uint8. For a GPU it is pinned, so the GPU accesses it
-    directly.
-
-    The pinned size is the requested size, rounded up to a page. (The pinned allocator of torch rounds up to a power of
-    two and keeps freed memory.) The memory is unpinned when the object is freed, after all copies in flight. Tensors
-    that still refer to it keep it as pageable memory.
-
-    Args:
-        nbytes: size in bytes, rounded up to whole pages.
-        device: device that accesses the memory.
-        cpus: with a GPU, CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
-
-    Raises:
-        RuntimeError: the system does not provide or pin this much memory.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> None:
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if device.type != "cuda":
-            self.bytes = _pages(self.nbytes)
-            return
-        with running_on(cpus_near(device) if cpus is None else cpus):
-            self.bytes = _pages(self.nbytes)
-            _register(self.bytes, device)
-        unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr(), device)
-        unpin.atexit = False  # process exit unpins, and CUDA may already be shut down
-
-
-def _pages(nbytes: int) -> Tensor:
-    """Return [nbytes] uint8, page-aligned and zero; `nbytes` is a multiple of the page size.
-
-    The pages are populated at once, so that they are allocated on this thread's NUMA node. They are shared, because a
-    fork would turn private pages into copy-on-write, after which the GPU and this process could use different pages.
-    """
-    available = _available()
-    if nbytes > available:
-        # Without this check the kernel would kill a process to free memory.
-        raise RuntimeError(
-            f"{_size(nbytes)} of host memory requested, {_size(available)} available; use fewer host blocks"
-        )
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    try:
-        pages = mmap.mmap(-1, nbytes, flags=flags)
-    except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(f"cannot allocate {_size(nbytes)} of host memory: {error}; use fewer host blocks") from error
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _register(memory: Tensor, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        cudart = torch.cuda.cudart()
-        status = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if int(status) == 0:
-            return
-        # CUDA reports the error again at the next launch. This launch consumes it.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    locked = "no limit" if limit == resource.RLIM_INFINITY else _size(limit)
-    raise RuntimeError(
-        f"CUDA cannot pin {_size(memory.nbytes)} of host memory for {device}: {cudart.cudaGetErrorString(status)}; "
-        f"{_size(_available())} are available, ulimit -l is {locked}: use fewer host blocks or raise the limit"
-    )
-
-
-def _unregister(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        status = torch.cuda.cudart().cudaHostUnregister(address)
-    if int(status) != 0:
-        raise RuntimeError(f"CUDA cannot unpin the host memory at {address:#x}: error {int(status)}")
-
-
-def _available(root: Path = Path("/")) -> int:
-    """Return the bytes of memory available without swapping, within the limits of the control groups.
-
-    `root` is the directory of `proc` and `sys`.
-    """
-    found = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            found = int(value.split()[0]) << 10
-    return min([found, *_left_in_cgroups(root)])
-
-
-# By controllers in a line of /proc/self/cgroup ("": version 2): mount point, files with the limit and the usage of a
-# group, and the field of memory.stat with reclaimable memory.
-CGROUP_FILES = {
-    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Yield the bytes that this process's control group and each of its parents may still allocate.
-
-    A container may see its own group as the root, under a different path.
-    """
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.is_file() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in CGROUP_FILES:
-            continue
-        mount, *names = CGROUP_FILES[controllers]
-        group = root / mount / path.lstrip("/")
-        while group != (root / mount).parent:
-            limit, used, stat = (group / name for name in (*names[:2], "memory.stat"))
-            with contextlib.suppress(OSError, ValueError):  # "max": no limit; the root group has no files
-                fields = dict(field.split() for field in stat.read_text().splitlines())
-                yield max(0, int(limit.read_text()) - int(used.read_text()) + int(fields.get(names[2], 0)))
-            group = group.parent
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes} bytes ({nbytes / 2**30:.2f} GiB)"
 
 
 class HostRowBuffer:
@@ -369,40 +209,6 @@ def _row_layout(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]], int
     for layer, i in sorted(every, key=lambda at: -math.gcd(sizes[at[0]][at[1]], ALIGNED)):
         offsets[layer][i], end = end, end + sizes[layer][i]
     return offsets, end
-
-
-class FreeRows:
-    """Allocator of `size` rows. It allocates consecutive ascending rows if possible, so that data saved together can be
-    copied together.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._free = np.ones(size, dtype=bool)
-        self.available, self._next = size, 0
-
-    def take(self, count: int) -> np.ndarray | None:
-        """Allocate `count` rows. Return None if fewer are free."""
-        if count > self.available:
-            return None
-        rows = self._next + np.flatnonzero(self._free[self._next : self._next + 2 * count])[:count]
-        if len(rows) < count:
-            every = np.flatnonzero(self._free)
-            rows = np.roll(every, -int(np.searchsorted(every, self._next)))[:count]
-        self._free[rows] = False
-        self.available -= count
-        self._next = int(rows[-1]) + 1 if count else self._next
-        return rows
-
-    def free(self) -> np.ndarray:
-        """Return the free rows, int64 [n], ascending."""
-        return np.flatnonzero(self._free)
-
-    def give_back(self, rows: np.ndarray) -> None:
-        """Free rows. Raise ValueError for a row that is not allocated."""
-        if self._free[rows].any() or len(np.unique(rows)) != len(rows):
-            raise ValueError(f"host rows {rows.tolist()} are freed, but not all of them are allocated")
-        self._free[rows] = True
-        self.available += len(rows)
 
 
 class HostSnapshotPool(HostRowBuffer):

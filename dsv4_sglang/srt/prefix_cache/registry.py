@@ -1,0 +1,191 @@
+"""Registry of all snapshots: their places, their history, and which follows which.
+
+The registry does not depend on a tree or a server. A snapshot is identified by a number:
+
+- 1..capacity: the slot that it has in the snapshot pool on the device;
+- capacity + 1 and up: the row that it has in host memory, if the device does not have it (`host_id`);
+- 0: no snapshot.
+
+The snapshots form a forest of their own. `previous` is the next snapshot on the path to the root of the prefix tree, no
+matter how many blocks or nodes are between the two. A branch is a path of snapshots without a fork, usually one
+conversation. Its end is the snapshot that has no follower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
+from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
+
+# Evicted branches that are remembered for ghost hits, per place of the registry.
+REMEMBERED = 4
+
+
+class SnapshotRegistry:
+    """Snapshots in slots 1..capacity of the device and in `host_rows` rows of the host cache.
+
+    Time is counted in admitted requests (`tick`).
+    """
+
+    def __init__(self, capacity: int, host_rows: int = 0, policy: type[EvictionPolicy] = EvictionPolicy) -> None:
+        self.capacity = capacity
+        self.now = 0
+        # Incremented by each change that may alter the order of snapshots.
+        self.changes = 0
+        self.size = size = capacity + host_rows + 1
+        # Columns by number of a snapshot. Tokens of the path that it covers.
+        self.length = np.zeros(size, dtype=np.int64)
+        # Time when the snapshot was taken or last resumed from.
+        self.last = np.zeros(size, dtype=np.int64)
+        # Moving average of the times between uses, 0 while unknown.
+        self.interval = np.zeros(size, dtype=np.float64)
+        # The number denotes a snapshot.
+        self.in_registry = np.zeros(size, dtype=bool)
+        # Number of requests and copies that use it.
+        self.locks = np.zeros(size, dtype=np.int32)
+        # The next snapshot on the path to the root, or 0.
+        self.previous = np.zeros(size, dtype=np.int64)
+        # Number of snapshots that have this one as `previous`.
+        self.followers = np.zeros(size, dtype=np.int64)
+        self.copies = HostCopies(size)
+        self.reuse = ReuseEstimate(REMEMBERED * size)
+        self.policy = policy(self)
+
+    def tick(self) -> None:
+        self.now += 1
+        self.changes += 1
+
+    def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
+        """Add a snapshot to the forest.
+
+        Args:
+            slot: number of the snapshot; must be unused.
+            length: tokens of the path that it covers.
+            previous: the next snapshot on the path to the root, or 0.
+            following: followers of `previous` that now follow the new snapshot.
+
+        Raises:
+            ValueError: the number is in use.
+        """
+        if self.in_registry[slot]:
+            raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
+        self.changes += 1
+        # A continued branch keeps its interval. A fork starts a branch with no history.
+        self.interval[slot] = self.interval[previous] if previous and not self.followers[previous] else 0.0
+        self.in_registry[slot] = True
+        self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
+        following = list(following)
+        self.previous[slot], self.previous[following] = previous, slot
+        self.followers[slot] = len(following)
+        self.followers[previous] += 1 - len(following)
+        self.policy.changed(slot, previous, *following)
+
+    def remove(self, slot: int, path_hash: int = 0) -> None:
+        """Remove an evicted snapshot. Its followers follow the snapshot before it.
+
+        Args:
+            slot: number of the snapshot; must be unlocked.
+            path_hash: hash of its token path if it is the end of a branch, for ghost hits. 0 records no ghost.
+
+        Raises:
+            ValueError: the snapshot is locked or not in the registry.
+        """
+        if not self.in_registry[slot] or self.locks[slot]:
+            raise ValueError(f"snapshot slot {slot} is {'locked' if self.in_registry[slot] else 'not in the registry'}")
+        self.changes += 1
+        if not self.followers[slot]:
+            self.reuse.wait_ended(float(self.now - self.last[slot]), reused=False)
+            if path_hash:
+                self.reuse.remember(path_hash, int(self.last[slot]))
+        following, previous = list(self.following(slot)), int(self.previous[slot])
+        self.previous[following] = previous
+        self.followers[previous] += len(following) - 1
+        self._forget(slot)
+        self.policy.changed(previous, *following)
+
+    def _forget(self, slot: int) -> None:
+        self.in_registry[slot] = False
+        self.followers[slot] = 0
+        self.copies.forget(slot)
+        self.policy.forget(slot)
+
+    def host_id(self, row: int) -> int:
+        """Return the number of the snapshot in host row `row` (0-based) that the device does not have."""
+        return self.capacity + 1 + row
+
+    def move(self, slot: int, to: int) -> None:
+        """Give a snapshot a new number, `to`. It keeps its history and its neighbours. The host keeps its copy.
+
+        Raises:
+            ValueError: the snapshot is not in the registry or is locked, or `to` is in use.
+        """
+        if not self.in_registry[slot] or self.locks[slot] or self.in_registry[to]:
+            raise ValueError(f"snapshot {slot} cannot move to {to}: not in the registry, locked, or taken")
+        self.changes += 1
+        self.previous[list(self.following(slot))] = to
+        for column in (self.length, self.last, self.interval, self.previous, self.followers):
+            column[to] = column[slot]
+        self.locks[to] = 0
+        at_leaf = slot in self.policy.leaves
+        self._forget(slot)
+        self.in_registry[to] = True
+        if slot > self.capacity >= to:
+            self.copies.apply(CopyEvent.LOAD, to)
+        self.policy.at_leaf(to, at_leaf)
+        self.policy.changed(to)
+
+    def use(self, slot: int) -> float:
+        """Record that a request resumes from the snapshot. Return the time since it was taken or last used."""
+        self.changes += 1
+        since = float(self.now - self.last[slot])
+        known = self.interval[slot]
+        self.interval[slot] = since if known == 0 else (known + since) / 2
+        if not self.followers[slot]:
+            self.reuse.wait_ended(since, reused=True)
+        self.last[slot] = self.now
+        self.policy.changed(slot)
+        return since
+
+    def ghost_hit(self, path_hashes: Iterable[int]) -> float:
+        """Count a reuse if a request recomputes an evicted branch.
+
+        Args:
+            path_hashes: hashes of the request's recomputed prefixes, longest first. Only the first match counts.
+
+        Returns:
+            The time since the last use of the longest evicted path. 0 if none is remembered.
+        """
+        since = self.reuse.ghost_hit(path_hashes, self.now)
+        if since is None:
+            return 0.0
+        # The order of snapshots without a reuse depends on the estimate.
+        self.changes += 1
+        return since
+
+    def note_copy(self, event: CopyEvent, slot: int) -> None:
+        """Change the state of the host copy of a snapshot in a device slot (`HostCopies.apply`)."""
+        self.copies.apply(event, slot)
+        self.policy.changed(slot)
+
+    def lock(self, slot: int) -> None:
+        self.locks[slot] += 1
+        self.policy.changed(slot)
+
+    def unlock(self, slot: int) -> None:
+        self.locks[slot] -= 1
+        assert self.locks[slot] >= 0, f"snapshot slot {slot} unlocked once too often"
+        self.policy.changed(slot)
+
+    def superseded(self, slot: int) -> bool:
+        """Return True if a later snapshot is on the same branch, on the device or on the host."""
+        return bool(self.followers[slot] == 1)
+
+    def following(self, slot: int) -> set[int]:
+        """Return the next snapshots on the paths below this one."""
+        if not self.followers[slot]:
+            return set()
+        return set(np.flatnonzero(self.in_registry & (self.previous == slot)).tolist())
