@@ -16,6 +16,7 @@ from support.prefix_tree import BLOCK, Request, without_a_server
 
 from dsv4_sglang.srt.features import cached_places, lookup
 from dsv4_sglang.srt.features.cached_places import Places, find
+from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
@@ -131,7 +132,7 @@ def test_an_error_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = {"ids": "AQAAAA==", "extra_key": None, "cache_salt": None, "files": False}
     request = RpcReqInput(rid="r", method=lookup.METHOD, parameters=parameters)
     assert scheduler._request_dispatcher(request) is None
-    scheduler.tree_cache = SimpleNamespace(tree_core=None)
+    scheduler.tree_cache = PrefixCache.__new__(PrefixCache)
     assert scheduler._request_dispatcher(request) is None
     assert [answer.success for answer in sent] == [False, False] and {answer.rid for answer in sent} == {"r"}
     assert "--disable-radix-cache" in sent[0].message and "AttributeError" in sent[1].message

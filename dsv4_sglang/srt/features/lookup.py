@@ -24,6 +24,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.srt.features.cached_places import find
 from dsv4_sglang.srt.features.control_requests import ControlRequestError, receiving
+from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.sglang.scheduler import send_to_schedulers, tokenize, wrap_dispatcher
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def _answer(cache: Any, request: RpcReqInput) -> RpcReqOutput:
 
 
 def _find(cache: Any, ids: str, extra_key: str | None, cache_salt: str | None, files: bool) -> dict[str, int]:
-    if not hasattr(cache, "tree_core"):
+    if not isinstance(cache, PrefixCache):
         raise ValueError("this server has no prefix cache (--disable-radix-cache, or a decode server)")
     tokens = array("q", np.frombuffer(base64.b64decode(ids), dtype=np.int32).astype(np.int64).tobytes())
     found = find(cache, tokens, extra_key, cache_salt, files)
