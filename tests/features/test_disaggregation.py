@@ -333,15 +333,13 @@ def test_requests_of_another_cache_fail(
 def test_caches_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
     flash, pro = DSV4Config.flash(), DSV4Config.pro()
 
-    def name(
-        dtype: torch.dtype = FP8, model: DSV4Config = flash, ranks: int = 1, drafts: int = 0, **options: Any
-    ) -> str:
+    def name(dtype: torch.dtype = FP8, model: DSV4Config = flash, drafts: int = 0, **options: Any) -> str:
         sm100 = options.pop("sm100", False)
         layers = 1 if drafts else 0
         layout = served_layout(model, dtype, Options(**options), "cpu", sm100, draft_tokens=drafts, draft_layers=layers)
-        return disaggregation.cache_name(layout, model, ranks)
+        return disaggregation.cache_name(layout, model)
 
-    others = [name(torch.bfloat16), name(model=pro), name(ranks=4), name(drafts=4), name(sm100=True)]
+    others = [name(torch.bfloat16), name(model=pro), name(drafts=4), name(sm100=True)]
     others += [name(indexer_format="nvfp4")]
     # A model with the same bytes per block and slot, and other contents.
     others.append(name(model=replace(flash, rope_theta=2 * flash.rope_theta)))
@@ -351,7 +349,7 @@ def test_caches_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
     others.append(name())
     monkeypatch.undo()
     assert len({name(), *others}) == 1 + len(others)
-    assert "fp8 entries, mxfp4 keys, 0 draft tokens, attention TP 1" in name()
+    assert "fp8 entries, mxfp4 keys, 0 draft tokens, model and bytes " in name()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Tests of KV events on SGLang's tree: each block that a request can resume from is announced once, and no other."""
+"""Tests of KV events on SGLang's tree: each block that a request can resume from is announced once, and no other.
+
+In Dynamo's format, `{"format": "dynamo"}` in --kv-events-config, the hashes are those of SGLang's own recorder.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockStored
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from support.host_cache import HostCacheServer
 from support.prefix_tree import BLOCK, without_a_server
 
@@ -17,7 +21,8 @@ PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 class Watched(HostCacheServer):
     """Server whose events a router receives."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dynamo: bool = False) -> None:
+        self.dynamo = dynamo
         without_a_server(monkeypatch)
         super().__init__(monkeypatch, seed=3)
 
@@ -150,3 +155,63 @@ def test_completed_host_copies_are_announced(server: Watched) -> None:
     assert len(server.mirror.blocks["GPU"]) == 5 and not server.mirror.blocks["CPU_PINNED"]
     server.events()
     assert len(server.mirror.blocks["CPU_PINNED"]) == 5
+
+
+# Dynamo's format
+
+
+@pytest.fixture
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch, dynamo=True)
+
+
+def test_salted_blocks_are_announced_with_their_salt(dynamo: Watched) -> None:
+    """Each salt has its own hashes. A router finds the prompt for requests with the salt only. Blocks with an
+    `extra_key`, of which an event says nothing, are not announced."""
+    assert dynamo.serve(PROMPT, salt="a") == 0
+    stored = dynamo.events()
+    assert {event.cache_salt for event in stored} == {"a"} and len(single(stored, "GPU")) == 5
+    assert [dynamo.mirror.found(PROMPT, salt) for salt in ("a", "b", None)] == [5 * BLOCK, 0, 0]
+    assert dynamo.serve(PROMPT, salt="b") == dynamo.serve(PROMPT) == 0
+    assert {event.cache_salt for event in dynamo.events()} == {"b", None}
+    assert [dynamo.mirror.found(PROMPT, salt) for salt in ("a", "b", None)] == [5 * BLOCK] * 3
+    assert len(dynamo.mirror.blocks["GPU"]) == 3 * 5, "equal tokens have other hashes"
+    for salt in (None, "a"):
+        dynamo.serve(PROMPT, "key", salt)
+        assert not dynamo.events()
+    assert dynamo.serve(PROMPT, salt="a") == 5 * BLOCK
+
+
+def test_salted_blocks_are_withdrawn(dynamo: Watched) -> None:
+    """Prompts of three salts, with branches, exceed both memories. What a router believes is what requests find."""
+    prompts = [(PROMPT[: 1 + i % 3 * BLOCK] + [50 + i] * 300, ("a", "b", None)[i % 2]) for i in range(100)]
+    for ids, salt in [*prompts, *prompts[::-1]]:
+        held = dynamo.mirror.found(ids[:-1], salt)
+        # The first request of a branch finds less than the blocks that it shares.
+        assert dynamo.serve(ids, salt=salt) <= held
+        dynamo.events()
+        assert dynamo.serve(ids, salt=salt) == dynamo.mirror.found(ids[:-1], salt)
+        dynamo.events()
+    assert dynamo.mirror.removed
+    dynamo.check()
+
+
+@pytest.mark.parametrize("salt", ["a", None])
+def test_the_events_are_those_of_sglang(dynamo: Watched, salt: str | None) -> None:
+    """For a path whose last node has a snapshot, SGLang's recorder gives the same events, before and after a split."""
+    dynamo.serve(PROMPT[: 5 * BLOCK], salt=salt)
+    dynamo.serve(PROMPT[: 2 * BLOCK] + [77] * (3 * BLOCK), salt=salt)
+    announced = [event for event in dynamo.events() if event.medium == "GPU"]
+    recorder, nodes = KVCacheEventRecorder(enabled=True, page_size=BLOCK, dynamo_format=True), []
+    stack = [*dynamo.cache.tree_core.root_node.children.values()]
+    while stack:
+        nodes.append(node := stack.pop())
+        stack.extend(node.children.values())
+    for node in nodes:
+        if node.component_data[0].value is not None:
+            recorder.record_store(node)
+    expected = recorder.take()
+    ours = {name: (before, tuple(tokens)) for name, before, tokens in single(announced, "GPU")}
+    theirs = {name: (before, tuple(tokens)) for name, before, tokens in single(expected, "GPU")}
+    assert len(ours) >= 5 and ours.items() <= theirs.items()
+    assert {event.cache_salt for event in announced} == {event.cache_salt for event in expected} == {salt}

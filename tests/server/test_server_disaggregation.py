@@ -180,6 +180,27 @@ def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path, monkeyp
         pair.wait_idle()
 
 
+@pytest.mark.parametrize("sizes", [("2", "1"), ("1", "2")], ids=["two to one", "one to two"])
+def test_other_numbers_of_processes(
+    model: Path, oracle: Oracle, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[str, str]
+) -> None:
+    """The TP sizes of the servers may differ. One process of the prefill server sends to each process of the decode
+    server. A slot that stays behind shows, so the state is transferred too."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
+    prefill, decode = (("--tp-size", size) for size in sizes)
+    with a_pair(model, tmp_path, (*FLAGS, "--max-total-tokens", "4096"), prefill, decode, **OPTIONS) as pair:
+        prompts = [prompt(length, seed=44) for length in (5, 128, 450)]
+        for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
+            for ids, got in zip(prompts, found):
+                assert len(got.tokens) == GENERATED
+                assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+        assert found[-1].cached == 384
+        with broken(plugin, "the slot stays behind"):
+            wrong = pair.generate(prompt(330, seed=45), GENERATED)
+        assert distances(oracle, prompt(330, seed=45), wrong).max() > 100 * TOLERANCE
+        pair.wait_idle()
+
+
 @pytest.fixture(scope="module")
 def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
     model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *DRAFTS)

@@ -76,6 +76,16 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     assert [server.metrics(rank=rank)["hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
 
 
+def test_a_lookup_asks_both_ranks(server: Server) -> None:
+    ids = prompt(300, seed=7)
+    server.flush()
+    for rank in (1, 0):
+        server.generate(ids, 1, **on_rank(rank))
+        answer = server.post("/dsv4/lookup", {"input_ids": ids})
+        found = [(at["dp_rank"], at["hit_tokens"], at["device_tokens"]) for at in answer["ranks"]]
+        assert found == [(at, *(2 * [256 if at >= rank else 0])) for at in RANKS]
+
+
 def test_top_shows_each_rank_and_the_sum(server: Server) -> None:
     for rank in RANKS:
         server.generate(prompt(20, seed=8), 1, **on_rank(rank))

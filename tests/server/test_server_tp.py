@@ -61,6 +61,8 @@ def test_warm_is_cold(server: Server) -> None:
     server.flush()
     server.generate(ids, 20)
     for warm, cached, reference in expected:
+        (rank,) = server.post("/dsv4/lookup", {"input_ids": warm})["ranks"]
+        assert rank["hit_tokens"] == cached
         got = server.generate(warm)
         assert got.cached == cached
         assert_same(got, reference, TOLERANCE)

@@ -53,6 +53,13 @@ def test_each_worker_validates(server: Server) -> None:
             assert message in json.loads(error.value.text)["error"]["message"]
 
 
+def test_a_lookup_needs_a_prefix_cache(server: Server) -> None:
+    for _ in range(REQUESTS):
+        with pytest.raises(RequestError) as error:
+            server.post("/dsv4/lookup", {"input_ids": [5]})
+        assert error.value.code == 400 and "--disable-radix-cache" in json.loads(error.value.text)["message"]
+
+
 def test_without_a_prefix_cache(server: Server, oracle: Oracle) -> None:
     """The same prompt gives bitwise equal answers."""
     ids = prompt(300)

@@ -435,25 +435,25 @@ class HostCacheServer(BlockOwner):
             tokens = past[:cut] + [1000 + unique] * rng.randrange(1, 200)
         return self._request(tokens)
 
-    def _request(self, tokens: list[int], tenant: str | None = None) -> Request:
+    def _request(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> Request:
         self.admitted += 1
         request = Request([], 0, self.admitted)
         request.origin_input_ids, request.prompt, request.decoding = array("q", tokens), len(tokens), False
-        request.extra_key = tenant
+        request.extra_key, request.cache_salt = tenant, salt
         return request
 
-    def start(self, tokens: list[int], tenant: str | None = None) -> dict[str, Any]:
+    def start(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> dict[str, Any]:
         """Admit one prompt while no other request runs, compute it, and insert it into the tree."""
-        step = self._admit(self._request(tokens, tenant))
+        step = self._admit(self._request(tokens, tenant, salt))
         assert step is not None
         self.launch([step], self._consumer).synchronize()
         step["request"].decoding = True
         self._insert(step["request"])
         return step
 
-    def serve(self, tokens: list[int], tenant: str | None = None) -> int:
+    def serve(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> int:
         """Serve one prompt to its end. Return the number of its cached tokens."""
-        step = self.start(tokens, tenant)
+        step = self.start(tokens, tenant, salt)
         self.finish(step["request"])
         self.settle()
         return step["begin"]
@@ -465,9 +465,9 @@ class HostCacheServer(BlockOwner):
         self._let_go(request)
         return request
 
-    def prefetch(self, tokens: list[int], tenant: str | None = None) -> int:
+    def prefetch(self, tokens: list[int], tenant: str | None = None, salt: str | None = None) -> int:
         """Fetch a prompt until the policy ends the fetch. Return the number of tokens from the storage."""
-        request = self.begin_prefetch(tokens, tenant=tenant)
+        request = self.begin_prefetch(tokens, tenant=tenant, salt=salt)
         while not self.cache.check_prefetch_progress(request):
             self.cache.check_hicache_events()
             if not self.streams.run_some(1):
@@ -476,14 +476,18 @@ class HostCacheServer(BlockOwner):
         self.settle()
         return self.cache.pop_prefetch_loaded_tokens(request)
 
-    def begin_prefetch(self, tokens: Sequence[int], name: str = "prefetched", tenant: str | None = None) -> Any:
+    def begin_prefetch(
+        self, tokens: Sequence[int], name: str = "prefetched", tenant: str | None = None, salt: str | None = None
+    ) -> Any:
         """Begin a fetch as Scheduler._prefetch_kvcache does. Return the request's name in the cache."""
-        cache, key = self.cache, RadixKey(array("q", tokens), tenant, limit=len(tokens) - 1)
+        cache = self.cache
+        key = RadixKey(array("q", tokens), tenant, limit=len(tokens) - 1, cache_salt=salt)
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
         request = CacheRequestHandle(name, 0)
-        cache.prefetch_from_storage(request, node, rest, cache.get_last_hash_value(node), extra_key=tenant)
+        last = cache.get_last_hash_value(node)
+        cache.prefetch_from_storage(request, node, rest, last, extra_key=tenant, cache_salt=salt)
         return request
 
     def _look_up(self, request: Request) -> None:

@@ -15,9 +15,9 @@ class Mirror:
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {medium.value: set() for medium in (StorageMedium.GPU, StorageMedium.CPU)}
-        # The hash of each block, by the hash of the previous block and by the block's tokens. All media use the same
-        # hashes.
-        self._next: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        # The hash of each block, by the hash of the previous block or the salt of the first one, and by the block's
+        # tokens. All media use the same hashes.
+        self._next: dict[tuple[int | str | None, tuple[int, ...]], int] = {}
         self.removed = self.cleared = 0
 
     def apply(self, events: Iterable[Any]) -> None:
@@ -34,17 +34,20 @@ class Mirror:
                 self._store(event)
 
     def _store(self, event: BlockStored) -> None:
-        parent = event.parent_block_hash
+        parent: int | str | None = event.parent_block_hash
         assert parent is None or any(parent in blocks for blocks in self.blocks.values()), "the block before is unknown"
         assert len(event.token_ids) == BLOCK * len(event.block_hashes) and event.block_size == BLOCK
+        if parent is None:
+            parent = event.cache_salt
         for i, name in enumerate(event.block_hashes):
             assert name not in self.blocks[event.medium], "stored twice"
             self.blocks[event.medium].add(name)
             self._next[parent, _page(event.token_ids, i)] = parent = name
 
-    def found(self, tokens: Sequence[int]) -> int:
-        """Return the number of tokens of a prompt that a router expects to be cached."""
-        name: int | None = None
+    def found(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """Return the number of tokens of a prompt that a router expects to be cached. `salt`: the request's
+        `cache_salt`."""
+        name: int | str | None = salt
         for i in range(len(tokens) // BLOCK):
             name = self._next.get((name, _page(tokens, i)))
             if name is None or not any(name in blocks for blocks in self.blocks.values()):

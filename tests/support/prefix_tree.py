@@ -145,6 +145,8 @@ class BlockOwner:
     allocator: PagedTokenToKVPoolAllocator
     pool: Pool
     running: list[Request]
+    # KV events are in Dynamo's format.
+    dynamo = False
 
     def _tree_params(self) -> CacheInitParams:
         self.mirror = Mirror()
@@ -155,6 +157,7 @@ class BlockOwner:
             page_size=BLOCK,
             enable_mamba_extra_buffer=True,
             enable_kv_cache_events=True,
+            dynamo_kv_event_format=self.dynamo,
         )
 
     def check_events(self) -> None:
@@ -219,7 +222,9 @@ class BlockOwner:
 
     def _match(self, request: Request) -> Any:
         """Match a prompt with the tree and store the result in the request."""
-        key = RadixKey(request.origin_input_ids, request.extra_key, limit=request.prompt - 1)
+        key = RadixKey(
+            request.origin_input_ids, request.extra_key, limit=request.prompt - 1, cache_salt=request.cache_salt
+        )
         match = self.cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
         request.last_node, request.mamba_branching_seqlen = match.last_device_node, match.mamba_branching_seqlen
         request.prefix_indices = self._indices(match)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fastapi import HTTPException  # noqa: TID251  an exception class; nothing listens
@@ -34,8 +35,16 @@ SCHEDULED = (
 )
 # Seconds until a request that waits for other processes is sent again.
 POLL_SECONDS = 0.2
-# The calls of this HTTP process that wait for schedulers, by the id of their control request.
-_waiting: dict[str, FanOutCommunicator[Any]] = {}
+
+
+class Receiver(Protocol):
+    """A call of an HTTP process that waits for the answers of schedulers."""
+
+    def handle_recv(self, answer: Any, /) -> None: ...
+
+
+# The waiting calls of this HTTP process, by the id of their control request.
+_waiting: dict[str, Receiver] = {}
 
 
 class FatalError(RuntimeError):
@@ -145,21 +154,28 @@ def receive_errors(original: Callable[..., None], manager: Any) -> None:
 
 
 def _receive(answer: io_struct.RpcReqOutput) -> None:
-    if (communicator := _waiting.get(answer.rid or "")) is not None:
-        communicator.handle_recv(answer)
+    if (receiver := _waiting.get(answer.rid or "")) is not None:
+        receiver.handle_recv(answer)
+
+
+@contextmanager
+def receiving(rid: str, receiver: Receiver) -> Iterator[None]:
+    """Context manager: pass each `RpcReqOutput` with the id `rid` to `receiver`."""
+    _waiting[rid] = receiver
+    try:
+        yield
+    finally:
+        del _waiting[rid]
 
 
 async def raise_errors(original: Callable[..., Any], communicator: FanOutCommunicator[Any], obj: Any) -> Any:
     """AROUND `FanOutCommunicator.__call__`: raise ControlRequestError if a scheduler answers with an error."""
     obj.rid = uuid.uuid4().hex
-    _waiting[obj.rid] = communicator
-    try:
+    with receiving(obj.rid, communicator):
         while errors := _errors(answers := await original(communicator, obj)):
             if errors != [weight_groups.WAITING]:
                 raise ControlRequestError("; ".join(errors))
             await asyncio.sleep(POLL_SECONDS)
-    finally:
-        del _waiting[obj.rid]
     return answers
 
 

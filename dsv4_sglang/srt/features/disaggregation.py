@@ -46,16 +46,11 @@ class DecodeStateReqToTokenPool(HybridMambaDecodeReqToTokenPool):
     mamba_pool_cls = StateSlotPool
 
 
-def cache_name(layout: CacheLayout, model: DSV4Config, attention_ranks: int) -> str:
+def cache_name(layout: CacheLayout, model: DSV4Config) -> str:
     """Return the name of a cache layout. Two servers can exchange blocks and slots only if their names are equal.
 
     The name contains a digest of the fields of the model's config and of the parts of a block and a slot, with the
-    padding of blocks.
-
-    Args:
-        layout: layout of the cache.
-        model: configuration of the model.
-        attention_ranks: number of processes that share the attention heads.
+    padding of blocks. It does not contain the TP size: every process has all of each entry.
     """
     first = layout.schemas[0]
     parts = [*layout.block_parts(1), *layout.state_parts(1)]
@@ -63,7 +58,7 @@ def cache_name(layout: CacheLayout, model: DSV4Config, attention_ranks: int) -> 
     digest = hashlib.sha256(repr((model, parts)).encode()).hexdigest()[:12]
     return (
         f"dsv4_sglang {__version__}: {layout.ring_format.value} entries, {'/'.join(sorted(keys))} keys, "
-        f"{first.draft_tokens} draft tokens, attention TP {attention_ranks}, model and bytes {digest}"
+        f"{first.draft_tokens} draft tokens, model and bytes {digest}"
     )
 
 

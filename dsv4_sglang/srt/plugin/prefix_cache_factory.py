@@ -35,6 +35,6 @@ def build_prefix_cache(ctx: Any, interval: int) -> Any:
         }
         cache = PrefixCache(ctx.params)
     if ctx.params.enable_kv_cache_events:
-        cache.events = PrefixEvents()
+        cache.events = PrefixEvents(ctx.params.dynamo_kv_event_format)
         cache.tree_core.kv_events = cache.events
     return cache

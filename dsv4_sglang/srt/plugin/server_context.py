@@ -224,22 +224,23 @@ class ServerContext:
         return self.pool
 
     def started(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """Check the classes of a scheduler before it reports ready, and start the watchdog of loads."""
+        """Check the classes of a scheduler before it reports ready, let it answer lookups, and start the watchdog of
+        loads."""
+        from dsv4_sglang.srt.features.lookup import answer_lookups
         from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 
         check_started(scheduler)
+        answer_lookups(scheduler)
         if isinstance(scheduler.tree_cache, HostPrefixCache):
             scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
         return original(scheduler)
 
     def name_cache(self, original: Callable[..., None], manager: Any, args: Any, *arguments: Any, **named: Any) -> None:
         """Append the name of the cache layout to the KV cache dtype, which both servers of a transfer compare."""
-        from sglang.srt.runtime_context import get_parallel
-
         from dsv4_sglang.srt.features.disaggregation import cache_name
 
         assert self.layout is not None, "pools are built before they are offered"
         assert isinstance(self.model, DSV4Config)
-        name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
+        name = cache_name(self.layout, self.model)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"
         original(manager, args, *arguments, **named)

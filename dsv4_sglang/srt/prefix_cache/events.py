@@ -10,10 +10,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from sglang.srt.disaggregation.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    kv_event_namespace_seed,
+    namespaced_block_hash,
+)
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.utils import compute_node_hash_values, hash_str_to_int64
+from sglang.srt.mem_cache.utils import (
+    compute_node_event_hash_values,
+    compute_node_hash_values,
+    hash_str_to_int64,
+)
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
@@ -26,9 +37,12 @@ class PrefixEvents:
     Changes are noted when they happen. `take` compares the announced blocks with the changed nodes and their ancestors,
     and returns the difference as events. Blocks are identified by their hashes, so a node may be split at any time.
     Blocks of requests with an `extra_key` or a `cache_salt` are not announced, because other requests cannot hit them.
+    In Dynamo's format an event has a `cache_salt`, so blocks of requests with a salt and no `extra_key` are announced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dynamo: bool = False) -> None:
+        """`dynamo`: announce in Dynamo's format."""
+        self.dynamo = dynamo
         self.announced: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
         # It joins the events of consecutive blocks.
         self._queue = KVCacheEventRecorder(enabled=True, page_size=BLOCK)
@@ -58,7 +72,7 @@ class PrefixEvents:
 
     def changed(self, node: Any) -> None:
         """Note that blocks or the snapshot of `node` are added or removed. The node must still be in the tree."""
-        if node.parent is None or not is_public(node.key):
+        if node.parent is None or not is_for_routers(node.key, self.dynamo):
             return
         if node.hash_value is None:
             node.hash_value = compute_node_hash_values(node, BLOCK)
@@ -88,7 +102,7 @@ class PrefixEvents:
             nodes: Changed nodes and their ancestors.
             present: Nodes whose blocks must be announced on the medium.
         """
-        announced, wanted = self.announced[medium], dict[int, tuple[Any, int]]()
+        announced, wanted = self.announced[medium], dict[int, tuple[Any, list[int], int]]()
         changed = {name for hashes in self._changed.values() for name in hashes}
         touched = set(changed)
         for node in nodes:
@@ -97,7 +111,7 @@ class PrefixEvents:
                 hashes = _hashes(node)
                 touched.update(hashes)
                 if node in present:
-                    wanted.update({name: (node, i) for i, name in enumerate(hashes)})
+                    wanted.update({name: (node, hashes, i) for i, name in enumerate(hashes)})
         stored, removed = difference(announced, wanted, touched)
         if removed:
             self._queue.enqueue(BlockRemoved(block_hashes=removed, medium=medium))
@@ -141,9 +155,9 @@ def note_change(cache: Any, node: Any) -> None:
         cache.events.changed(node)
 
 
-def is_public(key: Any) -> bool:
-    """Return True if requests without `extra_key` and `cache_salt` find the blocks of this key of the tree."""
-    return key.extra_key is None and key.cache_salt is None
+def is_for_routers(key: Any, dynamo: bool) -> bool:
+    """Return True if events of the format tell which requests find the blocks of this key of the tree."""
+    return key.extra_key is None and (dynamo or key.cache_salt is None)
 
 
 def has_snapshot(node: Any) -> bool:
@@ -176,8 +190,8 @@ def on_medium(node: Any, medium: StorageMedium) -> bool:
     return data.host_value is not None and node.write_through_pending_id is None
 
 
-def announced_by_rule(root: Any) -> dict[StorageMedium, set[int]]:
-    """Return the hashes that must be announced, computed by a walk over the whole tree.
+def announced_by_rule(root: Any, dynamo: bool) -> dict[StorageMedium, set[int]]:
+    """Return the hashes that must be announced in a format, computed by a walk over the whole tree.
 
     This is the reference for `PrefixEvents.announced`.
     """
@@ -191,29 +205,33 @@ def announced_by_rule(root: Any) -> dict[StorageMedium, set[int]]:
         if has_snapshot(node) or any(child in resumable for child in node.children.values()):
             resumable.add(node)
             for medium in MEDIA:
-                if is_public(node.key) and on_medium(node, medium):
+                if is_for_routers(node.key, dynamo) and on_medium(node, medium):
                     found[medium].update(_hashes(node))
     return found
 
 
-def _hashes(node: Any) -> list[int]:
-    """Return the hash of each block of a node."""
-    return [hash_str_to_int64(name) for name in node.hash_value]
+def _hashes(node: Any, first: int = 0) -> list[int]:
+    """Return the hash of each block of a node from the block `first`, as SGLang's recorder computes it for Dynamo's
+    format. Blocks without a salt have the same hashes in both formats."""
+    salt = node.key.cache_salt
+    names = node.hash_value if salt is None else compute_node_event_hash_values(node, BLOCK)
+    seed = kv_event_namespace_seed(extra_key=None, cache_salt=salt)
+    return [namespaced_block_hash(hash_str_to_int64(name), namespace_seed=seed) for name in names[first:]]
 
 
 def _last_hash(node: Any) -> int | None:
     """Return the hash of the last block of a node; None for the root."""
-    return hash_str_to_int64(node.hash_value[-1]) if node.hash_value else None
+    return _hashes(node, -1)[0] if node.hash_value else None
 
 
-def _stored(node: Any, block: int, medium: StorageMedium) -> BlockStored:
+def _stored(node: Any, hashes: list[int], block: int, medium: StorageMedium) -> BlockStored:
     """Return the event for one block of a node. `block` is its index in the node."""
-    before = hash_str_to_int64(node.hash_value[block - 1]) if block else _last_hash(node.parent)
     return BlockStored(
-        block_hashes=[hash_str_to_int64(node.hash_value[block])],
-        parent_block_hash=before,
+        block_hashes=[hashes[block]],
+        parent_block_hash=hashes[block - 1] if block else _last_hash(node.parent),
         token_ids=list(node.key.token_ids[block * BLOCK : (block + 1) * BLOCK]),
         block_size=BLOCK,
         lora_id=None,
         medium=medium,
+        cache_salt=node.key.cache_salt,
     )

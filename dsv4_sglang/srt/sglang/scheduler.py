@@ -30,6 +30,21 @@ def add_result_handler(manager: Any, kind: type, handler: Callable[[Any], None])
     manager._result_dispatcher += TypeBasedDispatcher([(kind, handler)])
 
 
+async def tokenize(manager: Any, text: str) -> list[int]:
+    """Return the tokens of a prompt, as a tokenizer manager computes them for a request.
+
+    Raises:
+        ValueError: the server runs with --skip-tokenizer-init.
+    """
+    ids, _ = await manager._tokenize_texts(text)
+    return list(ids)
+
+
+def send_to_schedulers(manager: Any, message: Any) -> None:
+    """Send a message from a tokenizer manager to all schedulers."""
+    manager._dispatch_to_scheduler(message)
+
+
 def track_entry(taken: bool) -> Any:
     """Return the result of `TRACK_REQUEST` for a request. Its slot and length are not used."""
     from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry

@@ -232,7 +232,7 @@ class AuditedTree:
         from dsv4_sglang.srt.prefix_cache.events import announced_by_rule
 
         self.cache.events.publish_changes()
-        for medium, there in announced_by_rule(self.root).items():
+        for medium, there in announced_by_rule(self.root, self.cache.events.dynamo).items():
             announced = self.cache.events.announced[medium]
             for block in sorted(announced - there):
                 yield Finding(f"block {block} on {medium.value}", "announced by a KV event, and no request finds it")
