@@ -1,4 +1,4 @@
-"""What the server programs share: a model, its servers, random prompts, warm-up, decode rates and cold prompts."""
+"""Shared parts of the server programs: a model, its servers, random prompts, warm-up, decode rates and cold prompts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Bench:
         self.args, self.sizes, self.folder, self.seed = args, sizes_of(args), folder, 0
         self.model = MODELS[args.model].folder
         if args.dry_run:
-            from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+            from dsv4_sglang.testing.tiny import make_tiny
+            from dsv4_sglang.testing.tiny_config import TinySpec
 
             self.model = make_tiny(scratch_folder("benchmark"), TinySpec(ratios=(0, 4, 128)))
         if args.gpus:

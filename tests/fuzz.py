@@ -86,7 +86,8 @@ class Fuzz:
         self.models, self.logs = report.scratch_folder("fuzz"), Path(args.out) / "logs"
 
     def model(self, nextn: bool) -> Path:
-        from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+        from dsv4_sglang.testing.tiny import make_tiny
+        from dsv4_sglang.testing.tiny_config import TinySpec
 
         folder = self.models / ("nextn" if nextn else "plain")
         if not folder.exists():

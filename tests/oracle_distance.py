@@ -107,7 +107,8 @@ class Bench:
         self.answers: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
 
     def checkpoint(self, seed: int) -> Path:
-        from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+        from dsv4_sglang.testing.tiny import make_tiny
+        from dsv4_sglang.testing.tiny_config import TinySpec
 
         folder = self.folder / f"seed{seed}"
         if not (folder / "config.json").is_file():
@@ -123,7 +124,7 @@ class Bench:
 
     def serve(self, group: list[tuple[str, int]], result: report.Report) -> Iterator[dict[str, Any]]:
         """Start the servers of the group together, send all prompts to each, stop them; keep answers for `score`."""
-        from dsv4_sglang.testing.tiny import TinySpec
+        from dsv4_sglang.testing.tiny_config import TinySpec
 
         servers = {key: self.server(*key) for key in group}
         problems = []

@@ -121,7 +121,7 @@ class SnapshotPool(ABC):
 
 
 class PrefixCacheContract(ABC):
-    """What this package's rooms ask of the prefix cache, besides SGLang's interface. One thread calls it, the
+    """Calls of this package's rooms to the prefix cache, besides SGLang's interface. One thread calls it, the
     scheduler's, and every TP rank makes the same calls in the same order."""
 
     @abstractmethod
@@ -167,7 +167,7 @@ class PrefixCacheContract(ABC):
 
 
 class HostCacheContract(ABC):
-    """What the prefix cache does with host memory.
+    """Use of host memory by the prefix cache.
 
     The way of a snapshot: the component marks it (`mark_for_saving`), `HostSaves` plans its save when it is due or
     before its eviction, `HostEvictions` makes room, and the copy runs behind the steps. `HostCopy` has its states.

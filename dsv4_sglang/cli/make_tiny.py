@@ -26,10 +26,11 @@ def make_tiny(
     from safetensors import SafetensorError
 
     from dsv4_sglang.testing import tiny, tiny_v41
+    from dsv4_sglang.testing.tiny_config import TinySpec
 
     try:
         if not v41:
-            spec = tiny.TinySpec(seed=seed, nextn=nextn, dspark=dspark)
+            spec = TinySpec(seed=seed, nextn=nextn, dspark=dspark)
             tiny.make_tiny(folder, spec)
             count = len(spec.ratios)
         elif nextn or dspark is not None:

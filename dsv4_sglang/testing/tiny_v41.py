@@ -18,18 +18,15 @@ from typing import Any
 import torch
 
 from dsv4_sglang.testing.tiny import (
-    HEAD_DIM,
-    INDEX_DIM,
     Draw,
-    TinySizes,
     add_around_attention,
     add_attention_projections,
     add_indexer_projections,
-    common_config,
     output_head,
     token_embedding,
     write_checkpoint,
 )
+from dsv4_sglang.testing.tiny_config import HEAD_DIM, INDEX_DIM, TinySizes, common_config
 
 INDEX_HEADS = 32
 RATIOS = (0, 2, 2, 2, 1, 1, 1, 1)

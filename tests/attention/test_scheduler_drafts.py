@@ -24,7 +24,8 @@ from sglang.srt.speculative import eagle_utils
 from torch import Tensor
 
 from dsv4_sglang.srt.sglang.models import config_class
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import TinySpec
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_process")]
 

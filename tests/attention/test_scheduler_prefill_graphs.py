@@ -11,7 +11,8 @@ from support.scheduler import Asked, Child, InProcess, child
 from support.speculation_judge import prompt
 
 from dsv4_sglang.srt.attention import prefill_graphs
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import TinySpec
 
 GRAPH, CHUNK, NEW = 256, 1024, 40
 PREFIX = prompt(128, seed=1)

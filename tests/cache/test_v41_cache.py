@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 BOUND = 1e-5
 # On a GPU, the last bit of a norm or an angle may decide how a value of a row is rounded, and thus which entry is
 # selected.
-GPU_BOUND, GPU_DISAGGREGATED = 1e-2, 0.02
+GPU_BOUND, GPU_MAX_APART = 1e-2, 0.02
 
 LENGTH, HEADS, INDEX_HEADS, TOP = 330, 2, 32, 12
 SCALE = 512**-0.5
@@ -291,7 +291,7 @@ class Play:
         if self.device == CPU:
             assert error.max() < BOUND, where
         else:
-            assert (error < GPU_BOUND).float().mean() > 1 - GPU_DISAGGREGATED, where
+            assert (error < GPU_BOUND).float().mean() > 1 - GPU_MAX_APART, where
 
 
 def run_layer(step: V41Step, number: int, layer: Layer, who: Tensor, positions: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, cpu_environment, server_
 from dsv4_sglang.srt.sglang import targets
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
+from dsv4_sglang.testing.tiny_config import TinySpec, config_json
 
 COMMAND = [sys.executable, "-m", "dsv4_sglang"]
 MODEL = "somebody/some-model"
@@ -264,7 +265,7 @@ def test_the_model_may_be_in_the_file(tmp_path: Path) -> None:
 
 
 def test_serve_checks_the_files_of_the_checkpoint(tmp_path: Path) -> None:
-    folder = tiny.make_tiny(tmp_path / "cut", tiny.TinySpec(ratios=(0, 4), hidden=128))
+    folder = tiny.make_tiny(tmp_path / "cut", TinySpec(ratios=(0, 4), hidden=128))
     (tmp_path / "flags.yaml").write_text("skip-tokenizer-init: true\n")
     (folder / "tokenizer.json").unlink()
     os.truncate(folder / "model.safetensors", 100_000)
@@ -595,9 +596,7 @@ def test_waiting_is_bounded() -> None:
 def test_tiny_models_are_known(tmp_path: Path) -> None:
     assert not conversation.is_tiny(str(tmp_path))
     config = tmp_path / "config.json"
-    config.write_text(
-        json.dumps(tiny.config_json(tiny.TinySpec(seed=3, ratios=(4, 0), hidden=128, heads=16, context=1024)))
-    )
+    config.write_text(json.dumps(config_json(TinySpec(seed=3, ratios=(4, 0), hidden=128, heads=16, context=1024))))
     assert conversation.is_tiny(str(tmp_path))
     config.write_text(json.dumps({**json.loads(config.read_text()), "n_routed_experts": 256}))
     assert not conversation.is_tiny(str(tmp_path))

@@ -21,7 +21,8 @@ from sglang.srt.managers.io_struct import (
 from support.scheduler import Answer, Asked, Child, InProcess
 from support.speculation_judge import CONTEXT, TOLERANCE, Judge, hold_states, serve
 
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import TinySpec
 
 pytestmark = pytest.mark.full
 

@@ -34,6 +34,7 @@ from dsv4_sglang.srt.launch.command import (
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.plugin import entry_point
 from dsv4_sglang.testing import tiny
+from dsv4_sglang.testing.tiny_config import TinySpec, config_json
 
 FLAG = OPT_IN_FLAG
 
@@ -73,7 +74,7 @@ def test_the_file_of_a_broken_config_is_named(
     tmp_path: Path, written: str | dict[str, object] | None, said: str
 ) -> None:
     if isinstance(written, dict):
-        written = json.dumps({**tiny.config_json(tiny.TinySpec()), **written})
+        written = json.dumps({**config_json(TinySpec()), **written})
     if written is not None:
         (tmp_path / "config.json").write_text(written)
     with pytest.raises(LaunchError) as error:
@@ -82,7 +83,7 @@ def test_the_file_of_a_broken_config_is_named(
 
 
 def test_overrides_replace_fields_of_the_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**tiny.config_json(tiny.TinySpec()), "hidden_size": "wide"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config_json(TinySpec()), "hidden_size": "wide"}))
     assert config_of(str(tmp_path), '{"hidden_size": 512, "dsv4_sglang": {}}')["hidden_size"] == 512
 
 
@@ -203,7 +204,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in two weight files with an index, and a NextN layer."""
-    folder = tiny.make_tiny(tmp_path_factory.mktemp("whole"), tiny.TinySpec(ratios=(0, 4), hidden=128, nextn=True))
+    folder = tiny.make_tiny(tmp_path_factory.mktemp("whole"), TinySpec(ratios=(0, 4), hidden=128, nextn=True))
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     files = {name: f"model-{1 + name.startswith('layers.')}.safetensors" for name in tensors}
@@ -287,7 +288,7 @@ def test_files_that_are_not_loaded_are_not_checked(whole: Path, tmp_path: Path) 
 
 def test_drafts_need_the_weights_of_their_layer(whole: Path, tmp_path: Path) -> None:
     """SGLang serves drafts of a layer without weights; none is accepted."""
-    spec = tiny.TinySpec(ratios=(0, 4, 0), hidden=128)
+    spec = TinySpec(ratios=(0, 4, 0), hidden=128)
     without = tiny.make_tiny(tmp_path / "without", spec)
     _check(without)
     said = r"--speculative-algorithm EAGLE: .* has no weights of the draft layer \(mtp\.0\.\*\); give a checkpoint that"

@@ -23,7 +23,7 @@ from dsv4_sglang.srt.memory.sizing import (
     tokens_of_pool,
 )
 from dsv4_sglang.srt.plugin import activate
-from dsv4_sglang.testing import tiny
+from dsv4_sglang.testing.tiny_config import TinySpec, config_json
 
 
 def parse(**options: object) -> Options | None:
@@ -74,7 +74,12 @@ def test_an_option_outside_the_braces_is_rejected() -> None:
 
 
 def test_keys_of_models_are_not_taken_for_ours() -> None:
-    keys = {**tiny.config_json(tiny.TinySpec(dspark=5)), "has_dsv41_vision": 1, "langs": 1, "rope_scaling": 1}
+    keys = {
+        **config_json(TinySpec(dspark=5)),
+        "has_dsv41_vision": 1,
+        "langs": 1,
+        "rope_scaling": 1,
+    }
     assert from_override_args(json.dumps(keys)) is None
 
 

@@ -28,7 +28,7 @@ from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerOutput
 from dsv4_sglang.srt.models import attention
 from dsv4_sglang.srt.models.attention import CachedAttention
 from dsv4_sglang.srt.sglang.models import config_class
-from dsv4_sglang.testing.tiny import TinySpec, config_json
+from dsv4_sglang.testing.tiny_config import TinySpec, config_json
 
 SPEC = TinySpec()
 

@@ -37,6 +37,7 @@ from dsv4_sglang.srt.memory.sizing import GIB
 from dsv4_sglang.srt.sglang.flags import flag_defaults
 from dsv4_sglang.srt.sglang.planning import published
 from dsv4_sglang.testing import tiny
+from dsv4_sglang.testing.tiny_config import TinySpec, config_json
 
 
 def changed(model: Model, **fields: object) -> Model:
@@ -107,7 +108,7 @@ def rejected(*arguments: str) -> str:
 def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
     """The count equals every tensor of the tiny model, which is not quantised. SGLang keeps two kinds of tensors in a
     different type."""
-    tiny.make_tiny(tmp_path / "tiny", tiny.TinySpec())
+    tiny.make_tiny(tmp_path / "tiny", TinySpec())
     stored = 0
     for file in (tmp_path / "tiny").glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -515,7 +516,7 @@ def test_recommendation_spans_several_hosts() -> None:
 @pytest.mark.full
 def test_the_command_runs_without_noise(tmp_path: Path) -> None:
     """Run the command as a user does: the process imports SGLang, which logs nothing. A model is a folder or a file."""
-    folder = tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
+    folder = tiny.make_tiny(tmp_path / "mine", TinySpec())
     words = ("--gpu", "12", "--count", "1", "--context", "4096", "--model")
     done = subprocess.run(
         [sys.executable, "-m", "dsv4_sglang", "plan", *words, str(folder)],
@@ -572,11 +573,11 @@ def test_the_command_with_speculation(model: Model, tokens: int, flags: str, tmp
     assert ("NextN layer" in printed, "DSPARK head" in printed) == (model is FLASH, model is DSPARK)
 
 
-TINY = tiny.config_json(tiny.TinySpec())
+TINY = config_json(TinySpec())
 # Folders of config.json files for the errors below.
 CONFIGS = {
     "tiny": TINY,
-    "dspark": tiny.config_json(tiny.TinySpec(dspark=5)),
+    "dspark": config_json(TinySpec(dspark=5)),
     "no-nextn": {**TINY, "num_nextn_predict_layers": 0},
     "missing": {**TINY, "hc_mult": None},
     "many": {**TINY, "n_routed_experts": "many"},

@@ -27,7 +27,7 @@ from dsv4_sglang.srt.plugin.flag_validation import (
 from dsv4_sglang.srt.plugin.server_context import ServerContext
 from dsv4_sglang.srt.sglang.flags import current_flags, flag_defaults
 from dsv4_sglang.srt.sglang.models import config_class
-from dsv4_sglang.testing import tiny
+from dsv4_sglang.testing.tiny_config import TinySpec, config_json
 
 DEFAULTS = flag_defaults()
 # The denied fields that this release of SGLang has.
@@ -342,7 +342,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, s
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         ServerContext(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
-    wider = config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
+    wider = config_class()(**{**config_json(TinySpec()), "sliding_window": 256})
     wider.context_len = 1024
     with pytest.raises(LaunchError, match=r"config\.json of dummy: config field 'sliding_window' is 256; this cache "):
         ServerContext(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)

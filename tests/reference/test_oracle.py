@@ -9,7 +9,8 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from dsv4_sglang.formats import KVBuffer, KVFormat, index_keys
 from dsv4_sglang.testing.quantise import fp8_entries
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import TinySpec
 from reference.oracle import Oracle, Score
 from reference.quantise import bf16_entries, mxfp4_keys
 

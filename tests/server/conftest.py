@@ -15,7 +15,8 @@ from reference.oracle import Oracle
 from support.server import CPU, Server, make_way, on_rank, one_core_each, running
 from support.server_plugin import plugged
 
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import TinySpec
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 

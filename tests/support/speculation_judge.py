@@ -17,7 +17,8 @@ import torch
 from reference.oracle import Oracle
 from torch import Tensor
 
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import TinySpec
 from support.scheduler import Answer, Asked, Child, InProcess, child
 
 # Tolerance of log p in fp32, as in the server tests.

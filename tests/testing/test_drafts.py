@@ -7,7 +7,8 @@ from reference.nextn import NextN
 from reference.oracle import Oracle
 from transformers import AutoTokenizer
 
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import TinySpec
 
 TEXTS = ("The quick brown fox jumps over", "def f(x): return x + 1\n", "1 2 3 4 5 6")
 

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
-from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import make_tiny
+from dsv4_sglang.testing.tiny_config import EXPERTS, EXPERTS_PER_TOKEN, TinySpec
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 pytestmark = pytest.mark.full

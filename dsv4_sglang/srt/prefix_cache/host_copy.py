@@ -8,7 +8,7 @@ import numpy as np
 
 
 class HostCopy(IntEnum):
-    """What a snapshot in a device slot has on the host, and what it needs there.
+    """State of the host copy of a snapshot in a device slot.
 
     A name that begins with SAVED says that the host has a copy. The rest is the state after the host evicts it.
     """

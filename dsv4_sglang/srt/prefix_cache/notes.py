@@ -1,4 +1,4 @@
-"""What this package notes on SGLang's requests and batches. Each has one attribute of this package, its note."""
+"""Notes of this package on SGLang's requests and batches. Each has one attribute of this package, its note."""
 
 from __future__ import annotations
 
