@@ -56,7 +56,7 @@ class SnapshotComponent(MambaComponent):
         registry.tick()
         slot = self._slot(self.tree_core.node_by_id(req.last_node))
         since_use = None if slot is None else registry.use(slot)
-        recomputed = path_hashes(req.full_untruncated_fill_ids, req.extra_key)[resumed // BLOCK :]
+        recomputed = path_hashes(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)[resumed // BLOCK :]
         since_eviction = registry.ghost_hit(recomputed[::-1].tolist())
         self.metrics.admitted(req, resumed, self.hits(req, resumed), since_use, since_eviction)
 

@@ -14,7 +14,7 @@ _WEIGHTS = np.random.default_rng(0).integers(1, 1 << 63, BLOCK, dtype=np.uint64)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def path_hashes(tokens: Sequence[int], space: str | None) -> NDArray[np.uint64]:
+def path_hashes(tokens: Sequence[int], *space: str | None) -> NDArray[np.uint64]:
     """Return the hash of each prefix that ends at a multiple of 128 tokens.
 
     Equal paths have equal hashes in every process. Different paths collide with a probability of about 2^-64. Hashing
@@ -22,7 +22,7 @@ def path_hashes(tokens: Sequence[int], space: str | None) -> NDArray[np.uint64]:
 
     Args:
         tokens: N token ids.
-        space: name space of the prefix tree (`extra_key` of a request).
+        space: name space of the prefix tree: `extra_key` and `cache_salt` of a request.
 
     Returns:
         [N // 128] uint64.
@@ -34,4 +34,4 @@ def path_hashes(tokens: Sequence[int], space: str | None) -> NDArray[np.uint64]:
     blocks = words @ _WEIGHTS + np.arange(1, whole + 1, dtype=np.uint64) * _STEP
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         blocks = (blocks ^ (blocks >> np.uint64(shift))) * np.uint64(factor)
-    return np.cumsum(blocks) + np.uint64(zlib.crc32((space or "").encode()))
+    return np.cumsum(blocks) + np.uint64(zlib.crc32(repr(space).encode()))

@@ -7,9 +7,6 @@ from typing import Any
 
 import msgspec
 
-# Field of ServerArgs: True if the user gave --swa-full-tokens-ratio. SGLang derives its window pool from it.
-RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set"
-
 
 def flag_defaults() -> dict[str, Any]:
     """Return the default of each field of SGLang's ServerArgs. It is None for the model path, which has no default."""
