@@ -40,6 +40,7 @@ from benchmarks.agent_trace import Turn, growing, load
 from benchmarks.bench import Bench, append_rows
 from benchmarks.client import TIERS, Client
 from benchmarks.replay import Replay, Served
+from benchmarks.report import quantile
 
 # Tokens of a later visit.
 NEW_TOKENS = {"append": 200, "generate": 16}
@@ -57,9 +58,6 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
     cached = sum(s.cached for s in served)
     times = sorted(s.first_token_s for s in served)
 
-    def at(share: float) -> float:
-        return round(times[min(len(times) - 1, int(share * len(times)))], 4)
-
     return {
         "turns": len(served),
         "prompt_tokens": sum(s.prompt for s in served),
@@ -67,7 +65,10 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
         **{f"{tier}_tokens": sum(s.of_tiers[tier] for s in served) for tier in TIERS},
         "ideal_tokens": ideal,
         "hit_of_ideal": round(cached / ideal, 4) if ideal else None,
-        "first_token_s": {"mean": round(statistics.fmean(times), 4), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)},
+        "first_token_s": {
+            "mean": round(statistics.fmean(times), 4),
+            **{f"p{percent}": round(quantile(times, percent / 100), 4) for percent in (50, 90, 99)},
+        },
         "turn_s_p50": round(statistics.median(s.total_s for s in served), 4),
         "turn_s_mean": round(statistics.fmean(s.total_s for s in served), 4),
     }

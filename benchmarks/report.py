@@ -39,14 +39,16 @@ def scratch_folder(name: str) -> Path:
     return Path(_folders.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}_")))
 
 
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """Return the value that a share of the others is below."""
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
+
+
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Return median, p95, minimum and maximum in milliseconds."""
     times = sorted(1e3 * value for value in seconds)
-
-    def at(share: float) -> float:
-        return round(times[min(len(times) - 1, int(share * len(times)))], 2)
-
-    return {"p50": round(statistics.median(times), 2), "p95": at(0.95), "low": at(0), "high": at(1)}
+    figures = {"p50": statistics.median(times), "p95": quantile(times, 0.95), "low": times[0], "high": times[-1]}
+    return {name: round(value, 2) for name, value in figures.items()}
 
 
 def exit_on_time_limit() -> None:

@@ -30,7 +30,7 @@ class RandomRegistry:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.registry = SnapshotRegistry(CAPACITY, ROWS)
-        # Numbers that were given up since this set was cleared.
+        # Snapshots whose numbers changed since this set was cleared.
         self.renumbered: set[int] = set()
 
     def one(self, where: Callable[[int], bool], among: range = range(1, CAPACITY + ROWS + 1)) -> int:

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, rendezvous
 
 # Requests that join a group.
 JOINS = (io_struct.InitWeightsUpdateGroupReqInput, io_struct.InitWeightsSendGroupForRemoteInstanceReqInput)
-# State of a group that has not formed yet.
+# State of a group that other processes have yet to join.
 WAITING = "waiting for the other processes of the group"
 # Time limit of a group without --dist-timeout. A trainer may open its port after it sends the request.
 DEFAULT_SECONDS = 120
@@ -32,7 +32,7 @@ _joins: dict[str, Join] = {}
 
 
 class StillWaiting(Exception):
-    """The group of a request has not formed yet. The request is sent again later."""
+    """Other processes have yet to join the group of a request. The request is sent again later."""
 
 
 def time_limit() -> int:
@@ -87,7 +87,7 @@ def join(dispatch: Callable[[Any], Any], request: Any, of_group: Callable[[str],
         of_group: returns the different states of all processes of the server, without "".
 
     Raises:
-        StillWaiting: the group has not formed yet.
+        StillWaiting: other processes have yet to join.
         ValueError: a process of this server could not join, or the time is over.
     """
     if request.rid not in _joins:
