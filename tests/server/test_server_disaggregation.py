@@ -166,17 +166,22 @@ def test_the_prefill_server_is_killed(
     assert_right(servers, oracle, ids)
 
 
+def assert_cold_and_hits(pair: Disaggregated, oracle: Oracle, seed: int) -> None:
+    """Assert that three prompts get the oracle's answers, at once and then after prefix hits."""
+    prompts = [prompt(length, seed=seed) for length in (5, 128, 450)]
+    for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
+        for ids, got in zip(prompts, found):
+            assert len(got.tokens) == GENERATED
+            assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+    assert found[-1].cached == 384
+
+
 def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With TP 2, process i of one server sends to process i of the other."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = (*FLAGS, "--tp-size", "2", "--max-total-tokens", "4096")
     with a_pair(model, tmp_path, flags, **OPTIONS) as pair:
-        prompts = [prompt(length, seed=43) for length in (5, 128, 450)]
-        for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
-            for ids, got in zip(prompts, found):
-                assert len(got.tokens) == GENERATED
-                assert_oracle_chooses(oracle, ids, got, TOLERANCE)
-        assert found[-1].cached == 384
+        assert_cold_and_hits(pair, oracle, seed=43)
         pair.wait_idle()
 
 
@@ -189,12 +194,7 @@ def test_other_numbers_of_processes(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     prefill, decode = (("--tp-size", size) for size in sizes)
     with a_pair(model, tmp_path, (*FLAGS, "--max-total-tokens", "4096"), prefill, decode, **OPTIONS) as pair:
-        prompts = [prompt(length, seed=44) for length in (5, 128, 450)]
-        for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
-            for ids, got in zip(prompts, found):
-                assert len(got.tokens) == GENERATED
-                assert_oracle_chooses(oracle, ids, got, TOLERANCE)
-        assert found[-1].cached == 384
+        assert_cold_and_hits(pair, oracle, seed=44)
         with broken(plugin, "the slot stays behind"):
             wrong = pair.generate(prompt(330, seed=45), GENERATED)
         assert distances(oracle, prompt(330, seed=45), wrong).max() > 100 * TOLERANCE
