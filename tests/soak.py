@@ -23,10 +23,11 @@ import os
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,6 +90,15 @@ class Usage(NamedTuple):
 GROWTH = Usage(512.0, 64, 64)
 
 
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Raise the errors inside as `Wrong`, with the name of the phase."""
+    try:
+        yield
+    except (Wrong, OSError, RuntimeError) as error:
+        raise Wrong(f"{name}: {'' if isinstance(error, Wrong) else f'{type(error).__name__}: '}{error}") from error
+
+
 def processes_of(pid: int) -> list[psutil.Process]:
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
@@ -101,46 +111,62 @@ def slope_per_hour(samples: Sequence[tuple[float, float]]) -> float | None:
     return round(3600 * statistics.linear_regression(*zip(*samples)).slope, 1)
 
 
-def stored_prompt(seed: int, tenant: str) -> list[int]:
-    """Return the prompt of a tenant that the life of this seed stores."""
-    return random.Random(f"{seed} {tenant}").choices(TOKENS, k=STORED_TOKENS)
+class Stored(NamedTuple):
+    """A life whose prompts are stored.
+
+    Attributes:
+        seed: seed of the life.
+        date: date of its piece. A life that runs again, after a fault, has other prompts.
+    """
+
+    seed: int
+    date: str
+
+    def prompt(self, name: str) -> list[int]:
+        """Return the prompt of a tenant, or one with another name."""
+        return random.Random(f"{self.date} {self.seed} {name}").choices(TOKENS, k=STORED_TOKENS)
 
 
 class Life:
     """One server from its start to its end.
 
     Args:
-        driver: driver of the server, with the seed of this life.
-        pid: leader of the server's processes.
+        own: seed and date of this life.
+        driver: driver of the server.
+        process: leader of the server's processes.
         pages: folder of the stored pages.
         limit: bytes of this folder.
         fresh: usage of the first fresh server of all pieces; None: this is the first.
     """
 
-    def __init__(self, driver: Driver, pid: int, pages: Path, limit: int, fresh: Usage | None) -> None:
-        self.driver, self.pages, self.limit = driver, pages, limit
-        self.processes = processes_of(pid)
+    def __init__(
+        self,
+        own: Stored,
+        driver: Driver,
+        process: subprocess.Popen[bytes],
+        pages: Path,
+        limit: int,
+        fresh: Usage | None,
+    ) -> None:
+        self.own, self.driver, self.pages, self.limit = own, driver, pages, limit
+        self.process, self.processes = process, processes_of(process.pid)
         self.fresh = Usage.of(self.processes)
         self.fresh.require_near(fresh or self.fresh, "of the first fresh server")
         self.begin = time.monotonic()
         self.samples: list[tuple[float, Usage]] = []
         self.maxima: dict[str, float] = {}
 
-    @property
-    def updates(self) -> tuple[str, ...]:
-        return self.driver.shape.weights
+    def find_stored(self, last: Stored) -> None:
+        """Ask for the prompts that the last life stored.
 
-    def find_stored(self, seed: int, updated: bool) -> None:
-        """Ask for the prompts that the life of `seed` stored.
-
-        Their pages are found by their tenants alone, and not at all if that life had other weights at its end.
+        Their pages are found by their tenants alone, and not at all if the weights were updated in that life.
         """
-        expected = 0 if updated else STORED_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+        expected = 0 if is_updated(last.seed) else STORED_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
         for tenant in TENANTS:
-            ids = stored_prompt(seed, tenant)
+            ids = last.prompt(tenant)
             if cached := self.driver.server.answer(ids, 1, cache_salt="no tenant").cached:
                 raise Wrong(f"a tenant found {cached} tokens of a different one")
-            self._compare(ids, expected, f"of the life of seed {seed}", cache_salt=tenant)
+            self._compare(ids, expected, f"of the life of seed {last.seed}", cache_salt=tenant)
             self.driver.seen["prompts of the last life"] += 1
 
     def _compare(self, ids: list[int], expected: int, whose: str, **fields: Any) -> None:
@@ -152,19 +178,24 @@ class Life:
             raise Wrong(f"a prompt of {len(ids)} tokens {whose}: the warm answer differs from the cold one: {distance}")
 
     def after_burst(self, burst: Burst) -> None:
-        if self.updates and burst.number % 4 == 3:
-            self._replace_weights(burst.number)
+        if burst.number % 4 == 3:
+            self._replace_weights()
         if not self.samples or time.monotonic() - self.begin - self.samples[-1][0] > SAMPLE_SECONDS - 1:
             self.sample()
 
-    def _replace_weights(self, number: int) -> None:
-        """Update the weights of an idle server: a prompt that hits before must not hit after it, even if they are the
-        same."""
-        ids = stored_prompt(self.driver.seed, f"burst {number}")
+    def _replace_weights(self) -> None:
+        """Update the weights of an idle server, in lives with updates.
+
+        A prompt that hits before must not hit afterwards, even if the weights are the same.
+        """
+        checkpoints, number = self.driver.shape.weights, self.driver.seen["prompts of old weights"]
+        if not checkpoints:
+            return
+        ids = self.own.prompt(f"update {number}")
         for cached in (0, STORED_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS):
             if (found := self.driver.server.answer(ids, 1).cached) != cached:
                 raise Wrong(f"a prompt before a weight update found {found} tokens; expected {cached}")
-        self.driver.update_weights(self.updates[number // 4 % len(self.updates)])
+        self.driver.update_weights(checkpoints[(self.own.seed // 2 + number) % len(checkpoints)])
         self._compare(ids, 0, "before a weight update")
         self.driver.seen["prompts of old weights"] += 1
 
@@ -197,11 +228,17 @@ class Life:
         counted: Counter[str] = Counter({name: int(value) for name, value in {**hits, **evicted}.items()})
         return counted + self.driver.seen + Counter({"lives": 1, "samples": len(self.samples)})
 
-    def store(self) -> None:
+    def finish(self) -> None:
+        """Update the weights, in lives with updates, store the prompts for the next life and audit the server."""
+        self._replace_weights()
+        self._store()
+        self.sample()
+
+    def _store(self) -> None:
         """Send the prompts for the next life and wait until the storage has written them."""
         before = self._pages()
         for tenant in TENANTS:
-            self.driver.server.answer(stored_prompt(self.driver.seed, tenant), 1, cache_salt=tenant)
+            self.driver.server.answer(self.own.prompt(tenant), 1, cache_salt=tenant)
         pages = len(TENANTS) * (STORED_TOKENS // BLOCK_TOKENS + 1)
         deadline = time.monotonic() + STUCK_SECONDS
         now, quiet = self._pages(), time.monotonic()
@@ -215,14 +252,14 @@ class Life:
     def _pages(self) -> set[str]:
         return {path.name for path in self.pages.glob("*.bin")}
 
-    def interrupt(self, kill: Callable[[], None]) -> None:
-        """Kill the server while it answers requests."""
+    def kill(self) -> None:
+        """Send SIGKILL to the server while it answers requests."""
         with ExitStack() as answers:
             for number in range(INTERRUPTED):
-                body: dict[str, Any] = {"input_ids": stored_prompt(self.driver.seed, f"interrupted {number}")[:100]}
+                body: dict[str, Any] = {"input_ids": self.own.prompt(f"interrupted {number}")[:100]}
                 body |= {"sampling_params": {"max_new_tokens": 300, "ignore_eos": True}, "stream": True}
                 answers.enter_context(self.driver.server.send("/generate", body)).readline()
-            kill()
+            stop(self.process, grace_seconds=0)
 
     def require_ended(self) -> None:
         _, alive = psutil.wait_procs(self.processes, timeout=60)
@@ -232,9 +269,9 @@ class Life:
     def row(self) -> dict[str, Any]:
         warm = [(at, usage.rss_mb) for at, usage in self.samples if at >= WARM_SECONDS]
         return {
-            "seed": self.driver.seed,
+            "seed": self.own.seed,
             "seconds": round(time.monotonic() - self.begin),
-            "ended by": "SIGKILL" if is_killed(self.driver.seed) else "SIGTERM",
+            "ended by": "SIGKILL" if is_killed(self.own.seed) else "SIGTERM",
             "rss_mb": [self.fresh.rss_mb, *(usage.rss_mb for _, usage in (self.samples[0], self.samples[-1]))],
             "rss_mb_per_hour": slope_per_hour(warm),
         }
@@ -283,15 +320,12 @@ class Piece:
         with plugin, patch.dict(os.environ, {variable: str(self.pages)}):
             stored = self._stored()
             while (left := begin + self.args.seconds - time.monotonic()) > 0 or not self.lives:
-                try:
-                    self._live(models, min(left, self.args.life), stored)
-                except (Wrong, OSError, RuntimeError) as error:
-                    raise Wrong(f"{'' if isinstance(error, Wrong) else type(error).__name__ + ': '}{error}") from error
-                stored, self.seed = self.seed, self.seed + 1
+                self._live(models, min(left, self.args.life), stored)
+                stored, self.seed = Stored(self.seed, self.environment["date"]), self.seed + 1
         return self._line(time.monotonic() - begin)
 
-    def _stored(self) -> int | None:
-        """Return the seed whose life stored prompts in the folder; None if the pages may have other names.
+    def _stored(self) -> Stored | None:
+        """Return the last life of the last piece; None if its pages may have other names.
 
         Names depend on the versions and on the model.
         """
@@ -299,40 +333,45 @@ class Piece:
             return None
         known = self.last["environment"]
         same = all(known[name] == self.environment[name] for name in ("commit", "versions"))
-        return self.seed - 1 if same else None
+        return Stored(self.seed - 1, known["date"]) if same else None
 
-    def _live(self, models: list[Path], seconds: float, stored: int | None) -> None:
-        begin = time.monotonic()
-        log = self.logs / f"soak-{self.seed}.log"
-        with self._running(models[0], log) as started:
-            given = ON_CPU if self.cpu else ON_GPU
-            weights = tuple(map(str, models)) if is_updated(self.seed) else ()
-            shape = Shape(given.context, given.burst, given.together, weights=weights, sleeps=True)
-            driver = Driver(started.url, self.seed, shape, TOLERANCE if self.cpu else None)
+    def _live(self, models: list[Path], seconds: float, stored: Stored | None) -> None:
+        """Run one server on the first of the checkpoints for a number of seconds, and for at least one burst."""
+        end, log = time.monotonic() + seconds, self.logs / f"soak-{self.seed}.log"
+        with phase(f"seed {self.seed}, start"), ExitStack() as stopped:
+            started = stopped.enter_context(self._running(models[0], log))
+            driver = self._driver(started.url, models)
             assert started.process is not None
-            life = Life(driver, started.process.pid, self.pages, self.limit, self.fresh)
+            own = Stored(self.seed, self.environment["date"])
+            life = Life(own, driver, started.process, self.pages, self.limit, self.fresh)
             self.fresh = self.fresh or life.fresh
+            if stored is not None:
+                life.find_stored(stored)
+            running = stopped.pop_all()
+        with running:
             try:
-                if stored is not None:
-                    life.find_stored(stored, is_updated(stored))
-                play(driver, sys.maxsize, seconds - (time.monotonic() - begin), life.after_burst)
-                life.store()
-                life.sample()
-            except (Wrong, OSError, RuntimeError) as error:
-                if started.process.poll() is not None:
-                    raise Wrong(f"seed {self.seed}: the server has ended: {started.tail()}") from error
-                raise Wrong(str(error) if "seed" in str(error) else f"seed {self.seed}: {error}") from error
-            self.counters += life.counters() + Counter({"retractions": started.lines().count("Retract requests")})
-            process = started.process
-            if is_killed(self.seed):
-                life.interrupt(lambda: stop(process, grace_seconds=0))
-            self.lives.append(life.row())
-        life.require_ended()
+                play(driver, sys.maxsize, end - time.monotonic(), life.after_burst)
+                with phase(f"seed {self.seed}, end"):
+                    life.finish()
+                    self.counters += life.counters()
+                    self.counters["retractions"] += started.lines().count("Retract requests")
+                    if is_killed(self.seed):
+                        life.kill()
+            except Wrong as error:
+                ended = "" if life.process.poll() is None else f"; the server has ended: {started.tail()}"
+                raise Wrong(f"{error}{ended}") from error
+        with phase(f"seed {self.seed}, stopped"):
+            life.require_ended()
+        self.lives.append(life.row())
         log.unlink()
-        for name, value in life.maxima.items():
-            self.maxima[name] = max(value, self.maxima.get(name, value))
         worst = max((distance.worst for distance in driver.distances), default=0.0)
-        self.maxima["log p from cold"] = max(worst, self.maxima.get("log p from cold", worst))
+        for name, value in {**life.maxima, "log p from cold": worst}.items():
+            self.maxima[name] = max(value, self.maxima.get(name, value))
+
+    def _driver(self, url: str, models: list[Path]) -> Driver:
+        given, weights = ON_CPU if self.cpu else ON_GPU, tuple(map(str, models)) if is_updated(self.seed) else ()
+        shape = Shape(given.context, given.burst, given.together, weights=weights, sleeps=True)
+        return Driver(url, self.seed, shape, TOLERANCE if self.cpu else None)
 
     @contextmanager
     def _running(self, model: Path, log: Path) -> Iterator[servers.Server]:
@@ -389,7 +428,7 @@ def main(argv: list[str] | None = None) -> int:
         line = piece.play()
     except Wrong as error:
         again = ["python", "tests/soak.py", "--folder", str(args.folder), "--seed", str(piece.seed)]
-        print(f"{error}; again: {shlex.join(again)}; logs: {piece.logs}", flush=True)
+        print(f"{' | '.join(str(error).splitlines())}; again: {shlex.join(again)}; logs: {piece.logs}", flush=True)
         return 1
     with args.out.open("a") as file:
         file.write(json.dumps(line) + "\n")
