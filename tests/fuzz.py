@@ -65,7 +65,7 @@ ON_CPU = Shape(context=1024, burst=24, together=6)
 CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
 CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
 CPU_FLAGS += ("--sleep-on-idle",)
-CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
 OPTIONS = {"integrity_check": True, "snapshot_interval": 512}
 # Of log p, with fp32 entries.
 TOLERANCE = 2e-3

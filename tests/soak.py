@@ -23,7 +23,6 @@ import os
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -133,7 +132,7 @@ class Life:
     Args:
         own: seed and date of this life.
         driver: driver of the server.
-        process: leader of the server's processes.
+        started: the server's processes.
         pages: folder of the stored pages.
         limit: bytes of this folder.
         fresh: usage of the first fresh server of all pieces; None: this is the first.
@@ -143,13 +142,15 @@ class Life:
         self,
         own: Stored,
         driver: Driver,
-        process: subprocess.Popen[bytes],
+        started: servers.Server,
         pages: Path,
         limit: int,
         fresh: Usage | None,
     ) -> None:
         self.own, self.driver, self.pages, self.limit = own, driver, pages, limit
-        self.process, self.processes = process, processes_of(process.pid)
+        assert started.process is not None
+        self.started, self.process = started, started.process
+        self.processes = processes_of(self.process.pid)
         self.fresh = Usage.of(self.processes)
         self.fresh.require_near(fresh or self.fresh, "of the first fresh server")
         self.begin = time.monotonic()
@@ -235,7 +236,12 @@ class Life:
         self.sample()
 
     def _store(self) -> None:
-        """Send the prompts for the next life and wait until the storage has written them."""
+        """Send the prompts for the next life and wait until the storage has written them.
+
+        The cache is flushed before, because a full host does not save new snapshots that are worth less than the old
+        ones.
+        """
+        self.started.flush()
         before = self._pages()
         for tenant in TENANTS:
             self.driver.server.answer(self.own.prompt(tenant), 1, cache_salt=tenant)
@@ -341,9 +347,8 @@ class Piece:
         with phase(f"seed {self.seed}, start"), ExitStack() as stopped:
             started = stopped.enter_context(self._running(models[0], log))
             driver = self._driver(started.url, models)
-            assert started.process is not None
             own = Stored(self.seed, self.environment["date"])
-            life = Life(own, driver, started.process, self.pages, self.limit, self.fresh)
+            life = Life(own, driver, started, self.pages, self.limit, self.fresh)
             self.fresh = self.fresh or life.fresh
             if stored is not None:
                 life.find_stored(stored)

@@ -103,7 +103,7 @@ def test_replay_of_opaque_ids(server: Server, oracle: Oracle) -> None:
     for numbers in (range(12), range(12, 24)):
         server.flush()
         with ThreadPoolExecutor(12) as pool:
-            got = list(pool.map(lambda i: generate(server, ids, 24, f"replay {i}"), numbers))
+            got = list(pool.map(lambda i: generate(server, ids, 16, f"replay {i}"), numbers))
         answers = {tuple(answer["output_ids"]) for answer in got}
         for tokens in answers:
             assert oracle.score(ids, list(tokens), chunk=CHUNK).margin.max() <= 2 * TOLERANCE
