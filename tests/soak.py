@@ -23,6 +23,7 @@ import os
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -58,6 +59,8 @@ WEIGHTS = (0, 9)
 TENANTS, STORED_TOKENS = ("a tenant", "another tenant", "a third tenant"), 400
 # The storage writes after the answer. It is done if it has written nothing for this time.
 QUIET_SECONDS = 2.0
+# A server ends after the process that failed.
+ENDING_SECONDS = 10.0
 # Requests that SIGKILL interrupts.
 INTERRUPTED = 3
 
@@ -96,6 +99,16 @@ def phase(name: str) -> Iterator[None]:
         yield
     except (Wrong, OSError, RuntimeError) as error:
         raise Wrong(f"{name}: {'' if isinstance(error, Wrong) else f'{type(error).__name__}: '}{error}") from error
+
+
+def end_of(started: servers.Server) -> str:
+    """Return the end of the log if the server has ended or ends now; empty if it goes on."""
+    assert started.process is not None
+    try:
+        started.process.wait(ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f"; the server has ended: {started.tail()}"
 
 
 def processes_of(pid: int) -> list[psutil.Process]:
@@ -344,17 +357,17 @@ class Piece:
     def _live(self, models: list[Path], seconds: float, stored: Stored | None) -> None:
         """Run one server on the first of the checkpoints for a number of seconds, and for at least one burst."""
         end, log = time.monotonic() + seconds, self.logs / f"soak-{self.seed}.log"
-        with phase(f"seed {self.seed}, start"), ExitStack() as stopped:
-            started = stopped.enter_context(self._running(models[0], log))
+        with ExitStack() as running:
+            with phase(f"seed {self.seed}, start"):
+                started = running.enter_context(self._running(models[0], log))
             driver = self._driver(started.url, models)
             own = Stored(self.seed, self.environment["date"])
-            life = Life(own, driver, started, self.pages, self.limit, self.fresh)
-            self.fresh = self.fresh or life.fresh
-            if stored is not None:
-                life.find_stored(stored)
-            running = stopped.pop_all()
-        with running:
             try:
+                with phase(f"seed {self.seed}, start"):
+                    life = Life(own, driver, started, self.pages, self.limit, self.fresh)
+                    self.fresh = self.fresh or life.fresh
+                    if stored is not None:
+                        life.find_stored(stored)
                 play(driver, sys.maxsize, end - time.monotonic(), life.after_burst)
                 with phase(f"seed {self.seed}, end"):
                     life.finish()
@@ -363,8 +376,7 @@ class Piece:
                     if is_killed(self.seed):
                         life.kill()
             except Wrong as error:
-                ended = "" if life.process.poll() is None else f"; the server has ended: {started.tail()}"
-                raise Wrong(f"{error}{ended}") from error
+                raise Wrong(f"{error}{end_of(started)}") from error
         with phase(f"seed {self.seed}, stopped"):
             life.require_ended()
         self.lives.append(life.row())
