@@ -41,7 +41,7 @@ from support.server_plugin import plugged
 
 from benchmarks import command_line, report, servers
 from benchmarks.environment import environment
-from dsv4_sglang.cli.check import TOKENS, distance_to_cold, too_far
+from dsv4_sglang.cli.check import TOKENS
 from dsv4_sglang.cli.server import stop
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, stored_files
@@ -180,16 +180,13 @@ class Life:
             ids = last.prompt(tenant)
             if cached := self.driver.server.answer(ids, 1, cache_salt="no tenant").cached:
                 raise Wrong(f"a tenant found {cached} tokens of a different one")
-            self._compare(ids, expected, f"of the life of seed {last.seed}", cache_salt=tenant)
+            self._compare(ids, expected, f"a prompt of the life of seed {last.seed}", cache_salt=tenant)
             self.driver.seen["prompts of the last life"] += 1
 
-    def _compare(self, ids: list[int], expected: int, whose: str, **fields: Any) -> None:
+    def _compare(self, ids: list[int], expected: int, name: str, **fields: Any) -> None:
         """Raise `Wrong` unless a prompt hits `expected` tokens and its answer is as near to cold as others are."""
-        distance = distance_to_cold(self.driver.server, ids, **fields)
-        if distance.cached != expected:
-            raise Wrong(f"a prompt of {len(ids)} tokens {whose} found {distance.cached} tokens; expected {expected}")
-        if too_far(distance, distance.cold, self.driver.tolerance):
-            raise Wrong(f"a prompt of {len(ids)} tokens {whose}: the warm answer differs from the cold one: {distance}")
+        if (cached := self.driver.compare(ids, name, **fields)) != expected:
+            raise Wrong(f"{name} ({len(ids)} tokens) found {cached} tokens; expected {expected}")
 
     def after_burst(self, burst: Burst) -> None:
         if burst.number % 4 == 3:
@@ -210,7 +207,7 @@ class Life:
             if (found := self.driver.server.answer(ids, 1).cached) != cached:
                 raise Wrong(f"a prompt before a weight update found {found} tokens; expected {cached}")
         self.driver.update_weights(checkpoints[(self.own.seed // 2 + number) % len(checkpoints)])
-        self._compare(ids, 0, "before a weight update")
+        self._compare(ids, 0, "a prompt of old weights")
         self.driver.seen["prompts of old weights"] += 1
 
     def sample(self) -> None:

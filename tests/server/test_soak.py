@@ -25,13 +25,13 @@ def test_pieces_go_on_and_find_faults(tmp_path: Path, capsys: pytest.CaptureFixt
     with broken(folder / "plugin", "the row behind each"):
         assert soak.main(arguments) == 1
     found = capsys.readouterr().out
-    assert found.startswith("seed 2, start: a prompt of 400 tokens of the life of seed 1: the warm answer differs")
+    assert found.startswith("seed 2, start: a prompt of the life of seed 1 (400 tokens): the warm answer differs")
     assert f"again: python tests/soak.py --folder {folder} --seed 2; logs: {folder}/logs" in found
     for page in (folder / "pages").glob("*.bin"):
         page.unlink()
     assert soak.main(arguments) == 1
     assert (
-        "seed 2, start: a prompt of 400 tokens of the life of seed 1 found 0 tokens; expected 384"
+        "seed 2, start: a prompt of the life of seed 1 (400 tokens) found 0 tokens; expected 384"
         in capsys.readouterr().out
     )
     assert len(out.read_text().splitlines()) == 1

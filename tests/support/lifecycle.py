@@ -411,21 +411,28 @@ class Driver:
         last = [ask for ask in burst.asks if len(prompts[ask.number]) > BLOCK][-2 * self.shape.together :]
         for ask in rng.sample(last, min(COMPARED, len(last))):
             fields: dict[str, Any] = {"routed_dp_rank": ask.rank} if self.shape.ranks > 1 else {}
-            ids = prompts[ask.number]
-            if not self._compare_one(ask, ids, fields):
-                self._compare_one(ask, ids, fields)
+            ids, name = prompts[ask.number], f"request {ask.number}"
+            if not self.compare(ids, name, **fields):
+                self.compare(ids, name, **fields)
 
-    def _compare_one(self, ask: Ask, ids: list[int], fields: dict[str, Any]) -> bool:
-        """Compare one prompt. Return True if the warm request hit the cache."""
+    def compare(self, ids: list[int], name: str, **fields: Any) -> int:
+        """Compare a warm answer to a prompt with cold ones. Return the number of tokens that it hit.
+
+        Args:
+            ids: token ids of the prompt.
+            name: name of the prompt in a message.
+            **fields: fields of the requests.
+
+        Raises:
+            Wrong: the answers differ by more than rounding explains.
+        """
         distance = distance_to_cold(self.server, ids, **fields)
         self.distances.append(distance)
         self.seen["compared warm"] += distance.cached > 0
         noise = sum(other.cold for other in self.distances) / len(self.distances)
         if too_far(distance, noise, self.tolerance):
-            raise Wrong(
-                f"request {ask.number} ({len(ids)} tokens): the warm answer differs from the cold answer: {distance}"
-            )
-        return distance.cached > 0
+            raise Wrong(f"{name} ({len(ids)} tokens): the warm answer differs from the cold answer: {distance}")
+        return distance.cached
 
 
 def play(driver: Driver, requests: int, limit: float, after_burst: Callable[[Burst], None] | None = None) -> None:
