@@ -89,7 +89,7 @@ class Usage(NamedTuple):
 
 
 # What may come and go: buffers of allocators, connections and their threads.
-GROWTH = Usage(512.0, 64, 64)
+GROWTH = Usage(256.0, 64, 64)
 
 
 @contextmanager
@@ -213,6 +213,7 @@ class Life:
     def sample(self) -> None:
         """Audit the server and record the usage of its processes and how full its tiers are."""
         self.driver.check()
+        self.processes = processes_of(self.process.pid)
         now, usage = time.monotonic() - self.begin, Usage.of(self.processes)
         warm = next((used for at, used in self.samples if at >= WARM_SECONDS), usage)
         usage.require_near(warm, f"{WARM_SECONDS:.0f} s after the start")
