@@ -9,12 +9,17 @@ import pytest
 import soak
 from support.server_plugin import broken
 
+from benchmarks.environment import COMMIT_VARIABLE
+
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.slow]
 
 
-def test_pieces_go_on_and_find_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pieces_go_on_and_find_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second piece hits the pages of the first, and finds that the host loads wrong rows. The third finds that the
     pages are missing. Neither leaves a line."""
+    monkeypatch.setenv(COMMIT_VARIABLE, "of the test")  # a piece does not expect the pages of another commit
     folder, out = tmp_path / "soak", tmp_path / "soak.jsonl"
     arguments = ["--folder", str(folder), "--seconds", "30", "--out", str(out)]
     assert soak.main(arguments) == 0, capsys.readouterr().out
