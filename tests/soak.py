@@ -295,7 +295,7 @@ class Life:
 
 
 def is_killed(seed: int) -> bool:
-    """Return True if the life of this seed ends by SIGKILL: every other life with weight updates, and without."""
+    """Return True if the life of this seed ends by SIGKILL: half of those with weight updates, and of the others."""
     return seed % 4 in (1, 2)
 
 
