@@ -16,6 +16,7 @@ from dsv4_sglang.srt.host_cache import evictions
 from dsv4_sglang.srt.host_cache.evictions import HostEvictionOrder
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
+from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, Hint
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
@@ -30,6 +31,9 @@ class RandomRegistry:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.registry = SnapshotRegistry(CAPACITY, ROWS)
+        # All hints are trusted, so that each has an effect.
+        self.registry.hints.trust.trusts = lambda hint: True  # type: ignore[method-assign]
+        self.seconds = 0
         # Snapshots whose numbers changed since this set was cleared.
         self.renumbered: set[int] = set()
 
@@ -39,7 +43,8 @@ class RandomRegistry:
 
     def change(self) -> str:
         """Make one change, and return its name."""
-        kind = self.rng.choice(("add", "add", "use", "lock", "unlock", "remove", "move", "leaf", "tick", "ghost_hit"))
+        kinds = ("add", "add", "use", "lock", "unlock", "remove", "move", "leaf", "tick", "ghost_hit", "hint", "time")
+        kind = self.rng.choice(kinds)
         registry, rng = self.registry, self.rng
         held = self.one(lambda n: bool(registry.in_registry[n]))
         idle = self.one(lambda n: bool(registry.in_registry[n]) and not registry.locks[n])
@@ -69,6 +74,11 @@ class RandomRegistry:
             registry.tick()
         elif kind == "ghost_hit":
             registry.ghost_hit([rng.randrange(1, 5)])
+        elif kind == "hint" and held:
+            registry.hint(held, Hint(rng.choice((DEMOTED, 2.0, 16.0)), ""), rng.choice((None, self.seconds + 9)))
+        elif kind == "time":
+            self.seconds += 1
+            registry.end_hints(self.seconds)
         return kind
 
 
@@ -123,7 +133,7 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
             for number in expected:
                 if of.rng.random() < 0.5 and not registry.copies.is_saved(number):
                     registry.note_copy(CopyEvent.SAVE, number)
-    assert len(seen) == 9
+    assert len(seen) == 11
 
 
 def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:

@@ -381,6 +381,8 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
                 base = line[: rng.randint(0, len(line))]
             keys = [*base, *(rng.randrange(3) for _ in range(rng.randint(1, 8)))]
             request = server.admit(keys, rng.choice((0, 1, 2, 64, 127)))
+            if request is not None and rng.random() < 0.4:
+                server.give_hints(request, rng)
             hits += request is not None and len(request.prefix_indices) > 0
         elif kind < 0.5:
             server.prefill(some)
@@ -432,6 +434,7 @@ def test_random_steps_lose_no_block_or_slot() -> None:
             interval=rng.randint(1, 5),
             chunk=rng.randint(1, 6),
         )
+        server.limit_pins()
         hits += random_steps(server, rng, 300)
     assert hits > 100
 

@@ -10,13 +10,16 @@ any length, and the model includes the step that overlap scheduling runs after t
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from array import array
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -32,6 +35,7 @@ from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.prefix_cache.hints import hints_of
 from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
@@ -69,7 +73,8 @@ class Pool(StateReqToTokenPool):
 class Request:
     """The fields of SGLang's `Req` and of its record `kv` that the prefix cache reads and writes."""
 
-    session_id = cache_salt = kv_rotation_base = lock = None
+    session_id = cache_salt = kv_rotation_base = lock = finished_reason = None
+    kv_hints: KvHintsEnvelope | None = None
     cache_inserted_len = storage_hit_length = 0
     mamba_prev_track_seqlen = None
     # If True, the request has generated all its tokens.
@@ -138,6 +143,15 @@ class Request:
         return RequestNote.of(self).pending or []
 
 
+def hints(**actions: dict[str, Any]) -> KvHintsEnvelope:
+    """Return an envelope with the actions of these types and payloads."""
+    listed = [
+        KvHintAction(action_id=kind, action_type=kind, action_version="1", payload=payload)
+        for kind, payload in actions.items()
+    ]
+    return KvHintsEnvelope(protocol_version="1", message_id="m", actions=listed)
+
+
 class BlockOwner:
     """Allocates blocks for requests as SGLang's scheduler does."""
 
@@ -175,6 +189,31 @@ class BlockOwner:
         check_next_leaf(slots, self.cache.tree_core.evictable_device_leaves)
         check_next_slot(slots.registry)
         check_sizes(slots.registry)
+
+    def limit_pins(self) -> None:
+        """Let pins hold a quarter of the device."""
+        self.cache.pins.most_tokens = self.allocator.size // 4
+        self.cache.pins.most_pins = self.pool.mamba_ckpt_pool.num_slots // 4
+
+    def give_hints(self, request: Request, rng: random.Random) -> None:
+        """Give a request random hints, and let the time pass. A pin that does not fit is left out."""
+        self.cache.at_time(self.cache.now + rng.choice((0, 0, 1, 5)))
+        actions: dict[str, dict[str, Any]] = {}
+        if rng.random() < 0.5:
+            kind = rng.choice(("retain", "demote"))
+            actions[kind] = {"seconds": rng.randint(1, 9), "weight": rng.choice((2, 16))} if kind == "retain" else {}
+        if rng.random() < 0.5:
+            pin = {"name": rng.choice("abc"), "seconds": rng.randint(0, 20)}
+            earlier = [(("", of.name), MAX_LENGTH) for other in self.running if (of := hints_of(other.kv_hints).pin)]
+            with suppress(ValueError):
+                self.cache.pins.check(("", str(pin["name"])), min(MAX_LENGTH, request.prompt + 4 * BLOCK), earlier)
+                actions["pin"] = pin
+        request.kv_hints = hints(**actions)
+
+    def check_pins(self) -> None:
+        """Assert that pins are within their limits. The integrity check has compared their locks."""
+        pins = dict(self.cache.pins)
+        assert self.cache.pins.tokens <= self.cache.pins.most_tokens and len(pins) <= self.cache.pins.most_pins
 
     def _make_room(self, blocks: int) -> bool:
         missing = blocks * BLOCK - self.allocator.available_size()
@@ -405,6 +444,7 @@ class TreeServer(BlockOwner):
         assert not found.findings, str(found)
         self.check_events()
         self.check_orders()
+        self.check_pins()
         for node in core._collect_all_nodes():
             if node is core.root_node:
                 continue

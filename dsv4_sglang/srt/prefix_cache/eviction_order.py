@@ -30,6 +30,9 @@ class Ranking:
         """Number of entries in memory, with the old ones."""
         return len(self._heap)
 
+    def key(self, item: int) -> float | None:
+        return self._keys.get(item)
+
     def put(self, item: int, key: float) -> None:
         """Add an item, or change its key."""
         if self._keys.get(item) != key:
@@ -74,7 +77,7 @@ class Entry(NamedTuple):
     Attributes:
         last: time when the snapshot was taken or last resumed from.
         interval: its reuse interval, 0 while unknown.
-        cost: its recompute cost.
+        cost: its recompute cost, times the weight of its hint.
     """
 
     last: int
@@ -96,8 +99,9 @@ class EvictionOrder:
     - the longest known interval / cost, which does not change with time;
     - the mean interval / cost, for snapshots with an unknown interval. The mean is a common factor, so the order does
       not change either;
-    - the age / cost. Of snapshots with equal costs, the oldest has the highest. Costs are multiples of 128 tokens, so
-      the number of different ones is bounded by the context length, not by the number of snapshots.
+    - the age / cost. Of snapshots with equal costs, the oldest has the highest. Costs are multiples of 128 tokens,
+      times one of a few weights, so the number of different ones is bounded by the context length, not by the number
+      of snapshots.
     """
 
     def __init__(self) -> None:

@@ -57,6 +57,9 @@ class Metric(NamedTuple):
 DEVICE, HOST, STORAGE = SOURCES = ("device", "host", "storage")
 HIT, MISS, EVICTED = "hit", "miss", "evicted"
 SLOTS, BLOCKS, SLEEP = REASONS = ("slots", "blocks", "sleep")
+# Hints of requests: applied ones by action, and those without an effect.
+RETAIN, PIN, DEMOTE = ACTIONS = ("retain", "pin", "demote")
+UNTRUSTED, LOST = ("untrusted", "lost")
 
 METRICS = (
     Metric("build_info", GAUGE, "Always 1; the label has this package's version.", "version", (__version__,)),
@@ -84,6 +87,15 @@ METRICS = (
         "reason",
         REASONS,
     ),
+    Metric(
+        "hints",
+        COUNTER,
+        "Hints of requests, by effect; untrusted: too few came true; lost: there was no snapshot.",
+        "effect",
+        (*ACTIONS, UNTRUSTED, LOST),
+    ),
+    Metric("pinned_tokens", GAUGE, "Tokens of pinned conversations."),
+    Metric("pin_capacity_tokens", GAUGE, "Tokens that may be pinned."),
     Metric("snapshot_copied_bytes", COUNTER, "Bytes copied to snapshots and from them."),
     Metric("snapshot_timed_bytes", COUNTER, "Those bytes that prefill steps copied."),
     Metric("snapshot_copy_seconds", COUNTER, "Device time of the copies of prefill steps."),
@@ -155,6 +167,15 @@ class HostPool(Protocol):
         """Number of rows in use."""
 
 
+class PinLimits(Protocol):
+    """Pins of the prefix cache: the tokens that they are charged with, and the limit."""
+
+    most_tokens: int
+
+    @property
+    def tokens(self) -> int: ...
+
+
 class CacheMetrics:
     """Metrics of one DP attention rank, written to the log and, with --enable-metrics, to /metrics."""
 
@@ -172,6 +193,7 @@ class CacheMetrics:
         # Label of evicted snapshots, one of REASONS.
         self.eviction_reason = BLOCKS
         self._pools: tuple[HostPool, HostPool] | None = None
+        self.pins: PinLimits | None = None
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._logged_at, self._logged = time.monotonic(), 0.0
         self._series: dict[tuple[str, str], Any] = {}
@@ -267,6 +289,8 @@ class CacheMetrics:
     def states(self) -> dict[str, float]:
         """Return all gauges by name."""
         states: dict[str, float] = {"snapshots": self.used_slots, "snapshot_capacity": self._slots.num_slots}
+        if self.pins is not None:
+            states |= {"pinned_tokens": self.pins.tokens, "pin_capacity_tokens": self.pins.most_tokens}
         if self._pools is not None:
             blocks, snapshots = self._pools
             states |= {"host_tokens": blocks.used_rows * blocks.page_size, "host_capacity_tokens": blocks.size}

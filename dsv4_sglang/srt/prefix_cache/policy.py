@@ -30,15 +30,16 @@ EVERY = slice(None)
 class EvictionPolicy:
     """Value of the snapshots of a registry. The snapshot with the lowest value is evicted:
 
-        value          = recompute_cost x probability of reuse
+        value          = recompute_cost x probability of reuse x weight
         recompute_cost = (length - length of `previous`) x (SUPERSEDED if a later snapshot is on the branch, else 1)
         probability    ~ 1 / reuse_interval
         reuse_interval = max(age, interval of the branch, or the mean interval while the branch was never reused)
 
     `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
     taken or last resumed from. `interval` is a moving average of the times between uses of the branch, and the mean is
-    that of `ReuseEstimate`. The code compares the reciprocal of the value, `eviction_score`: the highest score is
-    evicted first. Blocks are evicted by `reuse_interval` alone, since every block saves the same number of tokens.
+    that of `ReuseEstimate`. `weight` is that of a hint (`HintWeights`), else 1. The code compares the reciprocal of the
+    value, `eviction_score`: the highest score is evicted first. Blocks are evicted by `reuse_interval` divided by
+    `weight`, since every block saves the same number of tokens.
 
     A branch with an interval too long for the pool is thus evicted before branches that the pool can hold. Before the
     first reuse all intervals are unknown, and the oldest snapshots stay.
@@ -67,7 +68,8 @@ class EvictionPolicy:
         return saved * (SUPERSEDED if registry.superseded(number) else 1.0)
 
     def _entry(self, number: int, cost: float) -> Entry:
-        return Entry(int(self.registry.last[number]), self._interval(number), max(cost, 1e-9))
+        weight = float(self.registry.hints.weight[number])
+        return Entry(int(self.registry.last[number]), self._interval(number), max(cost, 1e-9) * weight)
 
     def recompute_cost(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return the tokens to recompute without each of the snapshots `at`, times SUPERSEDED where that applies."""
@@ -76,10 +78,12 @@ class EvictionPolicy:
         return saved * np.where(registry.followers[at] == 1, SUPERSEDED, 1.0)
 
     def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
-        """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, float64."""
+        """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, divided by the
+        weights of their hints, float64."""
         last, known = self.registry.last[at], self.registry.interval[at]
         interval = np.where(known > 0, known, self.registry.reuse.mean_interval)
-        return np.maximum(np.maximum(self.registry.now - last, interval), 1.0) * (1 + TIE * last)
+        expected = np.maximum(np.maximum(self.registry.now - last, interval), 1.0) * (1 + TIE * last)
+        return expected / self.registry.hints.weight[at]
 
     def eviction_score(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return `reuse_interval` divided by `recompute_cost`. The highest score is evicted first."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
@@ -52,6 +53,7 @@ class SnapshotRegistry:
         # Number of snapshots that have this one as `previous`.
         self.followers = np.zeros(size, dtype=np.int64)
         self.copies = HostCopies(size)
+        self.hints = HintWeights(size)
         self.reuse = ReuseEstimate(REMEMBERED * size)
         self.policy = policy(self)
 
@@ -101,6 +103,7 @@ class SnapshotRegistry:
             self.reuse.wait_ended(float(self.now - self.last[slot]), reused=False)
             if path_hash:
                 self.reuse.remember(path_hash, int(self.last[slot]))
+        self.hints.evicted(slot, path_hash, self.now)
         following, previous = list(self.following(slot)), int(self.previous[slot])
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
@@ -111,6 +114,7 @@ class SnapshotRegistry:
         self.in_registry[slot] = False
         self.followers[slot] = 0
         self.copies.forget(slot)
+        self.hints.drop(slot)
         self.policy.forget(slot)
 
     def host_id(self, row: int) -> int:
@@ -130,6 +134,7 @@ class SnapshotRegistry:
         for column in (self.length, self.last, self.interval, self.previous, self.followers):
             column[to] = column[slot]
         self.locks[to] = 0
+        self.hints.move(slot, to)
         at_leaf = slot in self.policy.leaves
         self._forget(slot)
         self.in_registry[to] = True
@@ -147,8 +152,22 @@ class SnapshotRegistry:
         if not self.followers[slot]:
             self.reuse.wait_ended(since, reused=True)
         self.last[slot] = self.now
+        self.hints.used(slot)
         self.policy.changed(slot)
         return since
+
+    def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
+        """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""
+        self.changes += 1
+        trusted = self.hints.give(slot, hint, until)
+        self.policy.changed(slot)
+        return trusted
+
+    def end_hints(self, now: float) -> None:
+        """End the hints whose time is over at `now`, in seconds."""
+        if ended := self.hints.expire(now):
+            self.changes += 1
+            self.policy.changed(*ended)
 
     def ghost_hit(self, path_hashes: Iterable[int]) -> float:
         """Count a reuse if a request recomputes an evicted branch.
@@ -159,6 +178,8 @@ class SnapshotRegistry:
         Returns:
             The time since the last use of the longest evicted path. 0 if none is remembered.
         """
+        path_hashes = list(path_hashes)
+        self.hints.returned(path_hashes, self.now, self.reuse.mean_reuse_wait)
         since = self.reuse.ghost_hit(path_hashes, self.now)
         if since is None:
             return 0.0
