@@ -9,6 +9,7 @@ memory), `memory` (and active conversations; half an hour, left out by --quick),
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,8 +38,8 @@ SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
 # Memory of blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under agent traces.
 LOAD_GIGABYTES = 3.22
 # Hints of a trace, and the weight of retained turns.
-NO_HINTS, RIGHT, WRONG = "none", "right", "wrong"
-RETAINED = 8.0
+NO_HINTS, RIGHT, WRONG, RANDOM = KINDS = ("none", "right", "wrong", "random")
+RETAINED = 2.0
 
 
 @dataclass
@@ -247,12 +248,15 @@ def study_loads() -> Iterator[Row]:
 
 
 def hint_weights(turns: Sequence[Turn], kind: str) -> dict[tuple[int, int], float] | None:
-    """Return the weights of the hints of turns: RIGHT, WRONG, or None with NO_HINTS.
+    """Return the weights of the hints of turns, or None without hints.
 
-    A right hint retains a turn that a later one continues, and demotes the others.
+    A right hint retains a turn that a later one continues, and demotes the others. A wrong one does the opposite.
     """
     if kind == NO_HINTS:
         return None
+    if kind == RANDOM:
+        rng = random.Random(0)
+        return {turn.key: rng.choice((RETAINED, DEMOTED)) for turn in turns}
     continued = {(turn.conversation, turn.base) for turn in turns if turn.base >= 0}
     return {turn.key: RETAINED if (turn.key in continued) == (kind == RIGHT) else DEMOTED for turn in turns}
 
@@ -262,7 +266,7 @@ def study_hints() -> Iterator[Row]:
     for active, visits, sizes in ((150, 8, (3.0, 0.6)), (600, 8, (12.0, 2.4))):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 64))
         for gigabytes in sizes:
-            for kind in (NO_HINTS, RIGHT, WRONG):
+            for kind in KINDS:
                 weights = hint_weights(turns, kind)
                 yield {"active": active, "hints": kind, **simulate(turns, gigabytes, weights=weights)}
 

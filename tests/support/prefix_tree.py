@@ -201,7 +201,7 @@ class BlockOwner:
         actions: dict[str, dict[str, Any]] = {}
         if rng.random() < 0.5:
             kind = rng.choice(("retain", "demote"))
-            actions[kind] = {"seconds": rng.randint(1, 9), "weight": rng.choice((2, 16))} if kind == "retain" else {}
+            actions[kind] = {"seconds": rng.randint(1, 9), "weight": rng.choice((2, 8))} if kind == "retain" else {}
         if rng.random() < 0.5:
             pin = {"name": rng.choice("abc"), "seconds": rng.randint(0, 20)}
             earlier = [(("", of.name), MAX_LENGTH) for other in self.running if (of := hints_of(other.kv_hints).pin)]

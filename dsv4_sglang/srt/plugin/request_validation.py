@@ -89,8 +89,8 @@ def check_origin(original: Callable[..., Any], manager: Any, obj: Any, request: 
 def check_fields(original: Callable[..., None], request: Any) -> None:
     """AROUND GenerateReqInput.normalize_batch_and_arguments, which copies fields for each prompt and answer: check the
     fields before and after it."""
-    _check_given(request)
     take_from_custom_params(request)
+    _check_given(request)
     original(request)
     _check_lengths(request)
 

@@ -12,11 +12,12 @@ from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
 # Weight of a demoted snapshot: less than the ratio of any two values, so that it is evicted first.
 DEMOTED = 2.0**-40
 
-# Number of hints over which the share that came true is averaged (exponentially), and the share before the first one.
-TRUST_MEMORY, FIRST_SHARE = 32, 0.5
+# Hints over which the share that came true is averaged, and least number of hints before that share counts.
+TRUST_MEMORY, LEAST_JUDGED = 64, 16
 
-# Hints are applied while at least this share of them comes true, from about the 20th on if all do.
-TRUSTED = 0.75
+# Least share of retained conversations that return, and of demoted ones that do not, for such hints to be applied. A
+# wrong demotion costs more, and most traffic has conversations that do not return, so it needs more evidence.
+RETAIN_TRUST, DEMOTE_TRUST = 0.75, 0.95
 
 # A conversation that does not return within this multiple of the mean wait between uses is judged as ended.
 MOST_WAITS = 3
@@ -38,22 +39,25 @@ class Hint(NamedTuple):
 
 
 class HintTrust:
-    """Share of the hints that came true, by tenant and kind. Retained snapshots are expected to be used again, demoted
+    """Share of the hints that came true, by tenant and kind. Retained conversations are expected to return, demoted
     ones are not."""
 
     def __init__(self) -> None:
-        self._shares: dict[tuple[str, bool], float] = {}
+        # (hints that were judged, share that came true): the mean at first, then a moving average.
+        self._shares: dict[tuple[str, bool], tuple[int, float]] = {}
 
-    def judge(self, hint: Hint, *, came_true: bool) -> None:
-        """Count an outcome of a hint."""
+    def judge(self, hint: Hint, *, returned: bool) -> None:
+        """Count whether the conversation of a hint returned."""
         key = hint.tenant, hint.weight > 1
-        share = self._shares.pop(key, FIRST_SHARE)
-        self._shares[key] = share + (came_true - share) / TRUST_MEMORY
+        judged, share = self._shares.pop(key, (0, 0.0))
+        judged = min(judged + 1, TRUST_MEMORY)
+        self._shares[key] = judged, share + ((returned == (hint.weight > 1)) - share) / judged
         if len(self._shares) > 2 * MOST_TENANTS:
             del self._shares[next(iter(self._shares))]
 
     def trusts(self, hint: Hint) -> bool:
-        return self._shares.get((hint.tenant, hint.weight > 1), FIRST_SHARE) >= TRUSTED
+        judged, share = self._shares.get((hint.tenant, hint.weight > 1), (0, 0.0))
+        return judged >= LEAST_JUDGED and share >= (RETAIN_TRUST if hint.weight > 1 else DEMOTE_TRUST)
 
 
 class Evicted(NamedTuple):
@@ -114,9 +118,9 @@ class HintWeights:
             self._hints[to] = hint
 
     def used(self, number: int) -> None:
-        """Judge the hint of a snapshot from which a request resumes, and end it."""
+        """Judge and end the hint of a snapshot from which a request resumes."""
         if (hint := self.drop(number)) is not None:
-            self.trust.judge(hint, came_true=hint.weight > 1)
+            self.trust.judge(hint, returned=True)
 
     def evicted(self, number: int, path_hash: int, now: int) -> None:
         """End the hint of an evicted snapshot. It is judged later.
@@ -133,7 +137,7 @@ class HintWeights:
                 del self._evicted[next(iter(self._evicted))]
 
     def returned(self, path_hashes: Iterable[int], now: int, mean_wait: float) -> None:
-        """Judge the hint of an evicted conversation that a request recomputes, and hints that have waited too long.
+        """Judge the hint of an evicted conversation that a request recomputes, and of those that stayed away too long.
 
         Args:
             path_hashes: hashes of the recomputed prefixes, longest first. Only the first one with a hint counts.
@@ -142,14 +146,14 @@ class HintWeights:
         """
         for path_hash in path_hashes if self._evicted else ():
             if (found := self._evicted.pop(path_hash, None)) is not None:
-                self.trust.judge(found.hint, came_true=found.hint.weight > 1)
+                self.trust.judge(found.hint, returned=True)
                 break
-        while self._evicted:
+        while self._evicted and mean_wait:
             path_hash, (hint, at) = next(iter(self._evicted.items()))
-            if not mean_wait or now - at < MOST_WAITS * mean_wait:
+            if now - at < MOST_WAITS * mean_wait:
                 return
             del self._evicted[path_hash]
-            self.trust.judge(hint, came_true=hint.weight < 1)
+            self.trust.judge(hint, returned=False)
 
     def expire(self, now: float) -> list[int]:
         """End the hints whose time is over, and judge them as unused. Return their snapshots."""
@@ -157,6 +161,6 @@ class HintWeights:
         while (first := self._ends.first()) is not None and first[0] <= now:
             number = first[1]
             if (hint := self.drop(number)) is not None:
-                self.trust.judge(hint, came_true=hint.weight < 1)
+                self.trust.judge(hint, returned=False)
             ended.append(number)
         return ended
