@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from support.eviction_scan import check_next_slot, check_sizes, priority
+from support.eviction_scan import check_next_slot, check_shares, check_sizes, priority
 from support.prefix_tree import BLOCK, TIMES, TreeServer, without_a_server
 
 from dsv4_sglang.srt.host_cache import evictions
@@ -18,8 +18,11 @@ from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
 from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, Hint
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
+from dsv4_sglang.srt.prefix_cache.policy import EVERY
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE as DEVICE_PLACE
+from dsv4_sglang.srt.prefix_cache.tenants import Room, TenantShares, above_share
 
 CAPACITY, ROWS = 24, 8
 DEVICE = range(1, CAPACITY + 1)
@@ -30,7 +33,10 @@ class RandomRegistry:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.registry = SnapshotRegistry(CAPACITY, ROWS)
+        # With an odd seed, tenants have shares.
+        rooms = Room(200 * BLOCK, CAPACITY), Room(60 * BLOCK, ROWS)
+        shares = TenantShares(20, rooms, CAPACITY + ROWS + 1) if seed % 2 else None
+        self.registry = SnapshotRegistry(CAPACITY, ROWS, shares=shares)
         # All hints are trusted, so that each has an effect.
         self.registry.hints.trust.trusts = lambda hint: True  # type: ignore[method-assign]
         self.seconds = 0
@@ -55,7 +61,11 @@ class RandomRegistry:
             above = int(registry.length[previous])
             room = min((int(registry.length[n]) for n in below), default=above + 40 * BLOCK) - above
             if room > BLOCK:
-                registry.add(free, above + rng.randrange(1, room // BLOCK) * BLOCK, previous, below)
+                shares = registry.shares
+                tenant = rng.choice("abcdef")
+                if shares is not None and previous:
+                    tenant = shares.names[int(shares.of[previous])]
+                registry.add(free, above + rng.randrange(1, room // BLOCK) * BLOCK, previous, below, tenant=tenant)
         elif kind == "use" and held:
             registry.use(held)
         elif kind == "lock" and held:
@@ -86,7 +96,8 @@ def next_evicted(registry: SnapshotRegistry, marked: list[int], tokens: int, slo
     """Return what `EvictionPolicy.next_evicted` returns, by sorting everything. `marked`: the last result."""
     here = [n for n in range(1, CAPACITY + 1) if registry.in_registry[n]]
     free = [n for n in here if not registry.locks[n] or (n in marked and registry.copies.is_saved(n))]
-    score, interval = registry.policy.eviction_score(), registry.policy.reuse_interval()
+    factor = above_share(registry.shares, EVERY, DEVICE_PLACE)
+    score, interval = registry.policy.eviction_score() * factor, registry.policy.reuse_interval() * factor
     going: dict[int, None] = {}
     for number in sorted(here, key=lambda n: -score[n]) if slots > 0 else ():
         going[number] = None
@@ -118,8 +129,10 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
         seen.add(of.change())
         check_next_slot(registry)
         check_sizes(registry)
+        check_shares(registry)
         assert not list(registry.policy.misplaced())
-        leaves, interval = list(registry.policy.leaves.entries), registry.policy.reuse_interval()
+        leaves = list(registry.policy.leaves.entries)
+        interval = registry.policy.reuse_interval() * above_share(registry.shares, EVERY, DEVICE_PLACE)
         longest = max((float(interval[n]) for n in leaves), default=0.0)
         victim = registry.policy.next_leaf()
         assert float(interval[victim]) == pytest.approx(longest, rel=1e-14) if leaves else victim == 0
@@ -138,7 +151,7 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
 
 def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
     """Return the value of the host copy of each snapshot. Duplicates of what the device keeps have negative ones."""
-    value = 1 / (registry.policy.eviction_score() if for_rows else registry.policy.reuse_interval())
+    value = 1 / registry.policy.host_scores(np.arange(registry.size), for_rows=for_rows)
     return np.where(registry.policy.duplicates(), -value, value)
 
 
@@ -146,7 +159,7 @@ def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
 def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool) -> None:
     """The order is sorted in parts, and ends of paths are inserted meanwhile."""
     monkeypatch.setattr(evictions, "READ_AT_FIRST", 2)
-    of, longest = RandomRegistry(1), 0
+    of, longest = RandomRegistry(2), 0
     registry, rng = of.registry, of.rng
     for _ in range(60 * TIMES):
         for _ in range(5):

@@ -258,3 +258,47 @@ def test_a_wrong_payload_gets_one_line(actions: dict[str, Any], message: str) ->
     with pytest.raises(ValueError, match=r"^kv_hints: action ") as error:
         hints_of(hints(**actions))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# Shares of tenants
+
+
+def test_a_tenant_above_its_share_evicts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tenant "b" serves more and more conversations; those of "a", within its share, stay."""
+    without_a_server(monkeypatch)
+    server = TreeServer(blocks=50, snapshots=24, interval=30, chunk=30, tenant_percent=40)
+
+    def visit(salt: str, name: int) -> bool:
+        request = server.admit([10 * name + i for i in range(8)], salt=salt)
+        assert request is not None
+        hit = len(request.prefix_indices) > 0
+        server.finish(request)
+        server.check()
+        return hit
+
+    for name in range(2, 20):
+        visit("b", name)
+    # These are the youngest, and would be evicted first.
+    visit("a", 0)
+    visit("a", 1)
+    for name in range(20, 30):
+        visit("b", name)
+    assert visit("a", 0) and visit("a", 1)
+    metrics = server.component.metrics
+    assert metrics.states()["tenants"] == 2 and metrics.states()["tenants_above_share"] == 1
+    tokens = metrics.tenant_tokens()
+    assert (tokens["1"], tokens["2"], tokens["3"], tokens["other"]) == (32 * BLOCK, 16 * BLOCK, 0, 0)
+
+
+def test_without_the_option_tenants_are_not_counted(server: TreeServer) -> None:
+    serve(server, 0)
+    assert server.component.slots.registry.shares is None and not server.component.metrics.tenant_tokens()
+
+
+def test_pins_of_one_tenant_are_limited_to_its_share(server: TreeServer) -> None:
+    pins = server.cache.pins
+    pins.tenant_percent = 50
+    pins.check(("a", "x"), 8 * BLOCK, [])
+    with pytest.raises(ValueError, match=r"one tenant may hold 1024 tokens .* of which 512 are used"):
+        pins.check(("a", "x"), 5 * BLOCK, [(("a", "y"), 4 * BLOCK)])
+    pins.check(("b", "x"), 8 * BLOCK, [(("a", "y"), 8 * BLOCK)])

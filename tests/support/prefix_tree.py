@@ -39,7 +39,7 @@ from dsv4_sglang.srt.prefix_cache.hints import hints_of
 from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
-from support.eviction_scan import check_next_leaf, check_next_slot, check_sizes
+from support.eviction_scan import check_next_leaf, check_next_slot, check_shares, check_sizes
 from support.kv_mirror import Mirror
 
 # Factor on the number of steps of the random tests (docs/design/integrity.md).
@@ -189,6 +189,7 @@ class BlockOwner:
         check_next_leaf(slots, self.cache.tree_core.evictable_device_leaves)
         check_next_slot(slots.registry)
         check_sizes(slots.registry)
+        check_shares(slots.registry)
 
     def limit_pins(self) -> None:
         """Let pins hold a quarter of the device."""
@@ -306,13 +307,21 @@ class BlockOwner:
 class TreeServer(BlockOwner):
     """A model server with `blocks` pages of 128 tokens. `interval` and `chunk` count blocks."""
 
-    def __init__(self, blocks: int, snapshots: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        snapshots: int,
+        interval: int = 3,
+        chunk: int = 4,
+        requests: int = 8,
+        tenant_percent: int | None = None,
+    ) -> None:
         self.pool = Pool(requests, snapshots)
         self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", None, False)
         context = SimpleNamespace(
             disable_radix_cache=False, enable_hierarchical_cache=False, params=self._tree_params()
         )
-        self.cache = build_prefix_cache(context, interval * BLOCK)
+        self.cache = build_prefix_cache(context, interval * BLOCK, tenant_percent)
         self.component = component_of(self.cache)
         self.chunk = chunk * BLOCK
         self.running: list[Request] = []
@@ -326,9 +335,10 @@ class TreeServer(BlockOwner):
 
     # Admission, as in Scheduler.get_new_batch_prefill and alloc_for_extend
 
-    def admit(self, keys: list[int], tail: int = 1) -> Request | None:
+    def admit(self, keys: list[int], tail: int = 1, salt: str | None = None) -> Request | None:
         self._unique += 1
         request = Request(list(keys), tail, self._unique)
+        request.cache_salt = salt
         if not self.pool.free_slots or request.prompt + 2 * BLOCK > MAX_LENGTH:
             return None
         self._match(request)

@@ -86,14 +86,15 @@ def receive_times(scheduler: Any) -> None:
     wrap_dispatcher(scheduler, dispatch_or_take)
 
 
-def limit_pins(scheduler: Any, percent: int) -> None:
+def limit_pins(scheduler: Any, percent: int, tenant_percent: int | None) -> None:
     """Set the limits of pins: `percent` of the device's tokens and snapshot slots, and never so much that a request of
-    the context length would not fit beside the pins."""
+    the context length would not fit beside the pins. One tenant may use `tenant_percent` of that."""
     cache = scheduler.tree_cache
     if isinstance(cache, PrefixCache):
         size = cache.token_to_kv_pool_allocator.size
         longest = -(-scheduler.model_config.context_len // BLOCK) * BLOCK
         cache.pins.most_tokens = max(0, min(size * percent // 100, size - longest))
+        cache.pins.tenant_percent = tenant_percent
         cache.pins.most_pins = cache.req_to_token_pool.mamba_ckpt_pool.num_slots * percent // 100
 
 

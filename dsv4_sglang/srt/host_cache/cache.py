@@ -47,6 +47,8 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
         super().init_hicache(server_args, params)
+        self.component.slots.host_tokens = self.full_kv_pool_host.size
+        self.component.slots.forget()
         self.component.policy = server_args.hicache_write_policy
         # With this flag SGLang does not expect a host copy of every node. This class decides what is saved and when,
         # for every write policy.

@@ -48,14 +48,13 @@ class HostEvictionOrder:
         self._policy, self._for_rows = policy, for_rows
         self._duplicates = policy.duplicates()
         ids = np.flatnonzero(self._duplicates)
-        scores = policy.eviction_score(ids) if for_rows else policy.reuse_interval(ids)
-        self._first = _ascending(-1 / scores, ids)
+        self._first = _ascending(-1 / policy.host_scores(ids, for_rows=for_rows), ids)
         self._now, self._mean_interval = policy.registry.now, policy.registry.reuse.mean_interval
         self._below = 1 / self._score(below) if below else float("inf")
         self._inserted: list[tuple[float, int]] = []
 
     def _score(self, number: int) -> float:
-        return self._policy.entry(number, for_rows=self._for_rows).score(self._now, self._mean_interval)
+        return float(self._policy.host_scores(np.array([number]), for_rows=self._for_rows)[0])
 
     def _value(self, number: int) -> float:
         """Return the value of a host copy, smallest first. Duplicates have negative values."""

@@ -233,7 +233,7 @@ class ServerContext:
         check_started(scheduler)
         answer_lookups(scheduler)
         receive_times(scheduler)
-        limit_pins(scheduler, self.options.pin_percent)
+        limit_pins(scheduler, self.options.pin_percent, self.options.tenant_percent)
         if isinstance(scheduler.tree_cache, HostPrefixCache):
             scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
         return original(scheduler)

@@ -126,7 +126,8 @@ class SnapshotComponent(MambaComponent):
 
     def _add_to_registry(self, node: UnifiedTreeNode, number: int, length: int) -> None:
         self.slots.nodes[number] = node
-        self.slots.registry.add(number, length, snapshot_above(self.slots, node), snapshots_below(self.slots, node))
+        above, below = snapshot_above(self.slots, node), snapshots_below(self.slots, node)
+        self.slots.registry.add(number, length, above, below, tenant=node.key.cache_salt or "")
         self.tree_core.evictable_device_leaves.refresh(node)
 
     def _lock_as_node(self, node: UnifiedTreeNode, slot: int) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dsv4_sglang import __version__
+from dsv4_sglang.srt.prefix_cache import tenants
 from dsv4_sglang.srt.prefix_cache.notes import RequestNote
 from dsv4_sglang.srt.sglang.scheduler import seconds_since_created
 
@@ -122,6 +123,20 @@ HOST_METRICS = (
     ),
 )
 
+# Additional metrics of a server with shares of tenants. Tenants are not named: their salts may be secrets.
+TENANT_RANKS, OTHER_TENANTS = tuple(map(str, range(1, 9))), "other"
+TENANT_METRICS = (
+    Metric(
+        "tenant_tokens",
+        GAUGE,
+        "Tokens on the GPU of the tenants that hold most, by rank, and of all others.",
+        "rank",
+        (*TENANT_RANKS, OTHER_TENANTS),
+    ),
+    Metric("tenants", GAUGE, "Tenants that hold tokens on the GPU."),
+    Metric("tenants_above_share", GAUGE, "Those of them that hold more than their share."),
+)
+
 
 def _series(metrics: tuple[Metric, ...], rank: int) -> dict[tuple[str, str], Any]:
     """Create Prometheus objects. Return them by metric name and label value."""
@@ -198,7 +213,8 @@ class CacheMetrics:
         self._logged_at, self._logged = time.monotonic(), 0.0
         self._series: dict[tuple[str, str], Any] = {}
         if enabled and not silent:
-            self._series = _series((*METRICS, *(HOST_METRICS if host else ())), rank)
+            more = (*(HOST_METRICS if host else ()), *(TENANT_METRICS if slots.tenant_percent is not None else ()))
+            self._series = _series((*METRICS, *more), rank)
             self._series["build_info", __version__].set(1)
         slots.timer.finished = partial(self.add, "snapshot_copy_seconds")
         slots.waits.finished = partial(self.add, "host_wait_seconds")
@@ -295,7 +311,20 @@ class CacheMetrics:
             blocks, snapshots = self._pools
             states |= {"host_tokens": blocks.used_rows * blocks.page_size, "host_capacity_tokens": blocks.size}
             states |= {"host_snapshots": snapshots.used_rows, "host_snapshot_capacity": snapshots.page_num}
+        if (shares := self._slots.registry.shares) is not None:
+            states |= {
+                "tenants": len(shares.held[tenants.DEVICE]),
+                "tenants_above_share": len(shares.above[tenants.DEVICE]),
+            }
         return states
+
+    def tenant_tokens(self) -> dict[str, int]:
+        """Return the tokens on the device of the largest tenants by rank, and of the others. Empty without shares."""
+        if (shares := self._slots.registry.shares) is None:
+            return {}
+        first, others = shares.largest(tenants.DEVICE, len(TENANT_RANKS))
+        ranks = dict.fromkeys(TENANT_RANKS, 0) | dict(zip(TENANT_RANKS, first))
+        return {**ranks, OTHER_TENANTS: others}
 
     def _poll(self) -> None:
         """Collect finished copies and the counters of the host pools."""
@@ -319,6 +348,8 @@ class CacheMetrics:
         if self._series:
             for name, value in self.states().items():
                 self._series[name, ""].set(value)
+            for rank, value in self.tenant_tokens().items():
+                self._series["tenant_tokens", rank].set(value)
         now, prompts = time.monotonic(), self._sums["prompt_tokens", ""]
         if not self._silent and now - self._logged_at >= LOG_SECONDS and prompts != self._logged:
             self._logged_at, self._logged = now, prompts
@@ -328,5 +359,8 @@ class CacheMetrics:
         """Return all values but zeros, each with its name and label under /metrics. A histogram has its sum."""
         self._poll()
         values = {**self._sums, **{(name, ""): amount for name, amount in self.states().items()}}
-        keys = [(metric.name, value) for metric in (*METRICS, *HOST_METRICS) for value in metric.values]
+        values |= {("tenant_tokens", rank): tokens for rank, tokens in self.tenant_tokens().items()}
+        keys = [
+            (metric.name, value) for metric in (*METRICS, *HOST_METRICS, *TENANT_METRICS) for value in metric.values
+        ]
         return ", ".join(f"{' '.join(key).strip()} {values[key]:.6g}" for key in keys if values.get(key))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.eviction_order import TIE, Entry, EvictionOrder
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, above_share, order_of
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
@@ -48,11 +49,11 @@ class EvictionPolicy:
     def __init__(self, registry: SnapshotRegistry) -> None:
         self.registry = registry
         # Snapshots whose blocks end in a leaf that the tree may evict, by reuse interval (`at_leaf`).
-        self.leaves = EvictionOrder()
+        self.leaves = order_of(registry.shares, DEVICE)
         # Snapshots in device slots that may be evicted for their slot, by eviction score.
-        self._for_slots = EvictionOrder()
+        self._for_slots = order_of(registry.shares, DEVICE)
         # Copies on the host that are no duplicates, by eviction score and by reuse interval.
-        self.host_rows, self.host_blocks = EvictionOrder(), EvictionOrder()
+        self.host_rows, self.host_blocks = order_of(registry.shares, HOST), order_of(registry.shares, HOST)
         # Result of the last search for the snapshots that the device evicts next (`mark_next_evicted`).
         self._next_evicted = np.zeros(registry.size, dtype=bool)
 
@@ -176,7 +177,7 @@ class EvictionPolicy:
         free = here & ((locks == 0) | copying)
         leaving: dict[int, None] = {}
         device = slice(len(here))
-        reuse_interval = self.reuse_interval(device)
+        reuse_interval = self.reuse_interval(device) * above_share(registry.shares, device, DEVICE)
         if slots > 0:
             score = reuse_interval / np.maximum(self.recompute_cost(device), 1e-9)
             order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)
@@ -229,9 +230,10 @@ class EvictionPolicy:
         """Return a bool column by number: True if the host has a copy of a snapshot that the device keeps."""
         return self.registry.copies.saved() & ~self._next_evicted
 
-    def entry(self, number: int, *, for_rows: bool) -> Entry:
-        """Return the element of `eviction_score`, or of `reuse_interval`, for one snapshot."""
-        return self._entry(number, self._cost(number) if for_rows else 1.0)
+    def host_scores(self, at: np.ndarray, *, for_rows: bool) -> np.ndarray:
+        """Return the scores by which the host evicts the snapshots `at`, for their rows or for their blocks."""
+        scores: np.ndarray = self.eviction_score(at) if for_rows else self.reuse_interval(at)
+        return scores * above_share(self.registry.shares, at, HOST)
 
 
 def _first(

@@ -21,6 +21,7 @@ from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, TenantShares
 
 # Evicted branches that are remembered for ghost hits, per place of the registry.
 REMEMBERED = 4
@@ -32,7 +33,22 @@ class SnapshotRegistry:
     Time is counted in admitted requests (`tick`).
     """
 
-    def __init__(self, capacity: int, host_rows: int = 0, policy: type[EvictionPolicy] = EvictionPolicy) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        host_rows: int = 0,
+        policy: type[EvictionPolicy] = EvictionPolicy,
+        *,
+        shares: TenantShares | None = None,
+    ) -> None:
+        """Create an empty registry.
+
+        Args:
+            capacity: snapshot slots of the device.
+            host_rows: rows of the host cache.
+            policy: eviction policy.
+            shares: shares of tenants. None: there is no limit.
+        """
         self.capacity = capacity
         self.now = 0
         # Incremented by each change that may alter the order of snapshots.
@@ -54,6 +70,7 @@ class SnapshotRegistry:
         self.followers = np.zeros(size, dtype=np.int64)
         self.copies = HostCopies(size)
         self.hints = HintWeights(size)
+        self.shares = shares
         self.reuse = ReuseEstimate(REMEMBERED * size)
         self.policy = policy(self)
 
@@ -61,7 +78,7 @@ class SnapshotRegistry:
         self.now += 1
         self.changes += 1
 
-    def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
+    def add(self, slot: int, length: int, previous: int, following: Iterable[int] = (), *, tenant: str = "") -> None:
         """Add a snapshot to the forest.
 
         Args:
@@ -69,6 +86,7 @@ class SnapshotRegistry:
             length: tokens of the path that it covers.
             previous: the next snapshot on the path to the root, or 0.
             following: followers of `previous` that now follow the new snapshot.
+            tenant: the tenant that it belongs to.
 
         Raises:
             ValueError: the number is in use.
@@ -82,6 +100,11 @@ class SnapshotRegistry:
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
         following = list(following)
         self.previous[slot], self.previous[following] = previous, slot
+        if self.shares is not None:
+            self.shares.of[slot] = self.shares.index(tenant)
+            self._count(slot, self._tokens_of(slot), 1)
+            for number in following:
+                self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
         self.policy.changed(slot, previous, *following)
@@ -105,10 +128,24 @@ class SnapshotRegistry:
                 self.reuse.remember(path_hash, int(self.last[slot]))
         self.hints.evicted(slot, path_hash, self.now)
         following, previous = list(self.following(slot)), int(self.previous[slot])
+        if self.shares is not None:
+            for number in following:
+                self._count(number, self._tokens_of(slot), 0)
+            self._count(slot, -self._tokens_of(slot), -1)
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
         self._forget(slot)
         self.policy.changed(previous, *following)
+
+    def _tokens_of(self, number: int) -> int:
+        """Return the tokens after the snapshot before this one."""
+        return int(self.length[number] - self.length[self.previous[number]])
+
+    def _count(self, number: int, tokens: int, snapshots: int) -> None:
+        """Add tokens and snapshots to what the tenant of a snapshot holds."""
+        if self.shares is not None:
+            place = DEVICE if number <= self.capacity else HOST
+            self.shares.count(place, int(self.shares.of[number]), tokens, snapshots)
 
     def _forget(self, slot: int) -> None:
         self.in_registry[slot] = False
@@ -135,6 +172,10 @@ class SnapshotRegistry:
             column[to] = column[slot]
         self.locks[to] = 0
         self.hints.move(slot, to)
+        if self.shares is not None:
+            self.shares.of[to] = self.shares.of[slot]
+            self._count(to, self._tokens_of(to), 1)
+            self._count(slot, -self._tokens_of(to), -1)
         at_leaf = slot in self.policy.leaves
         self._forget(slot)
         self.in_registry[to] = True
