@@ -155,11 +155,12 @@ def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
     return np.where(registry.policy.duplicates(), -value, value)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("for_rows", [False, True])
-def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool) -> None:
+def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool, seed: int) -> None:
     """The order is sorted in parts, and ends of paths are inserted meanwhile."""
     monkeypatch.setattr(evictions, "READ_AT_FIRST", 2)
-    of, longest = RandomRegistry(2), 0
+    of, longest = RandomRegistry(seed), 0
     registry, rng = of.registry, of.rng
     for _ in range(60 * TIMES):
         for _ in range(5):
