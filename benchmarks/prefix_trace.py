@@ -21,7 +21,7 @@ bytes that the host cache had copied by then.
 `agents` takes about three minutes after the start of the server, half a minute for each kind of hints:
 
     python -m benchmarks.prefix_trace agents --servers ours --out benchmarks/results/agents.jsonl \\
-        --flags "--context-length 65536 --max-total-tokens 131072 --max-running-requests 16 --enable-metrics"
+        --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 16 --enable-metrics"
 
 With `--servers in-tree`, `--hicache-ratio 4` gives the same number of host bytes, because SGLang's tokens are more than
 twice as large. `benchmarks.plots` draws the file once it has rows of both servers. `--max-running-requests` is small
@@ -182,7 +182,7 @@ DEFAULTS = {
     "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
     "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [1, 2, 3, 6, 13, 25, 50, 75, 132]},
     "trace": {"concurrency": 16, "active": [100], "visits": [5], "longest": 200_000},
-    "agents": {"concurrency": 16, "longest": 12_000, "agent_seconds": 25.0, "most_agents": 256, "multiples": [2, 10]},
+    "agents": {"concurrency": 16, "longest": 12_000, "agent_seconds": 30.0, "most_agents": 512, "multiples": [2, 10]},
 }
 DRY = {
     "alternate": {"conversations": 2, "tokens": 300, "concurrency": 1},
@@ -212,7 +212,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--multiples", type=int, nargs="+", help="tokens of agents in device caches, one load each")
     options.add_argument("--agent-seconds", type=float, help="duration of a load of agents")
     options.add_argument("--most-agents", type=int, help="largest number of agents")
-    options.add_argument("--speed", type=float, default=20.0, help="pauses for tools are shorter by it (agents)")
+    options.add_argument("--speed", type=float, default=5.0, help="pauses for tools are shorter by it (agents)")
     options.add_argument("--weight", type=int, default=2, help="weight of retained conversations (agents)")
     command_line.add_servers(options, "ours,in-tree")
     command_line.add_url(options)
