@@ -1,6 +1,7 @@
 """`kv_hints` and `POST /dsv4/prefetch` of a real server with a host cache and a folder of files.
 
-Pins may hold half of a device of 32 blocks. test_server_tp.py pins in two processes.
+Pins may hold half of a device of 32 blocks. The server has one process, and some tests run on two: both must pin,
+evict and forget the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.liveness import POLL_SECONDS, Progress
-from support.server import FP32, Server, empty_device, greedy, kv_hints, prompt
+from support.server import FP32, Server, empty_device, greedy, kv_hints, only, prompt
 
 from dsv4_sglang.cli.client import Server as Client
 from dsv4_sglang.cli.server import RequestError
@@ -25,6 +26,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-reques
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
+SERVERS = {"one": (), "tp2": ("--tp-size", "2")}
 OPTIONS = {**FP32, "max_snapshots": 24, "pin_percent": 50, "integrity_check": True}
 MOST_PINNED = 2048
 PROMPT, HIT = 600, 4 * BLOCK
@@ -112,6 +114,7 @@ def test_a_pin_above_the_limit_is_an_error(server: Server) -> None:
     assert metrics["pinned_tokens"] == 3 * HIT and metrics["hints_pin"] >= 4
 
 
+@only("one")
 def test_a_stream_is_rejected_too(server: Server) -> None:
     body = {**greedy(prompt(900), 100), "kv_hints": pin(), "stream": True}
     for name in "ab":
@@ -121,6 +124,7 @@ def test_a_stream_is_rejected_too(server: Server) -> None:
     assert "kv_hints: the pin 'agent' asks for" in text
 
 
+@only("one")
 def test_a_running_request_reserves_its_pin(server: Server) -> None:
     """The limit counts what a running request may still pin, and an abort gives that back."""
     rest = server.begin(prompt(200), 800, 2, kv_hints=pin("a"), rid="to-abort")
@@ -144,6 +148,7 @@ def test_a_pin_ends_with_its_time(server: Server) -> None:
         time.sleep(POLL_SECONDS / 10)
 
 
+@only("one")
 def test_sleep_and_new_weights_drop_pins(server: Server, model: Path) -> None:
     ids = prompt(PROMPT)
     server.generate(ids, 1, kv_hints=pin())
@@ -155,6 +160,7 @@ def test_sleep_and_new_weights_drop_pins(server: Server, model: Path) -> None:
     assert server.published()["pinned_tokens"] == 0 and on_device(server, ids) == 0
 
 
+@only("one")
 def test_openai_routes_carry_hints_in_custom_params(server: Server) -> None:
     body = {"model": "m", "prompt": prompt(PROMPT), "max_tokens": 1, "custom_params": {"kv_hints": pin()}}
     server.post("/v1/completions", body)
@@ -177,6 +183,7 @@ def test_hints_must_prove_themselves(server: Server) -> None:
     assert effects == {"retain": 4, "untrusted": 17}
 
 
+@only("one")
 @pytest.mark.parametrize(
     ("envelope", "message"),
     [
@@ -190,6 +197,7 @@ def test_wrong_hints_are_rejected(server: Server, envelope: dict[str, Any], mess
     assert message in json.loads(rejected(server, prompt(5), kv_hints=envelope))["error"]["message"]
 
 
+@only("one")
 def test_several_answers_share_their_hints(server: Server) -> None:
     body = greedy(prompt(PROMPT), 140, kv_hints=pin())
     body["sampling_params"]["n"] = 2
@@ -205,6 +213,7 @@ def prefetch(server: Server, ids: list[int], **fields: Any) -> dict[str, int]:
     return answer
 
 
+@only("one")
 def test_a_prefetch_loads_from_the_host_and_from_files(server: Server, pages: Path) -> None:
     ids, before = prompt(PROMPT, seed=400), set(pages.glob("*.bin"))
     nothing = {"prompt_tokens": PROMPT, "dp_rank": 0, "device_tokens": 0, "loaded_tokens": 0}
@@ -238,6 +247,7 @@ def test_a_prefetch_spares_pins(server: Server) -> None:
     assert [on_device(server, ids) for ids in pinned] == [HIT] * 3
 
 
+@only("one")
 @pytest.mark.parametrize(
     ("body", "message"),
     [

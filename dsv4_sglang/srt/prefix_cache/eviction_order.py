@@ -109,6 +109,8 @@ class EvictionOrder:
         self._known, self._unknown = Ranking(), Ranking()
         # Cost -> snapshots of this cost by age.
         self._oldest: dict[float, Ranking] = {}
+        # Cost -> (`last`, number) of the oldest of them, because each eviction reads all of these.
+        self._heads: dict[float, tuple[float, int]] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -132,16 +134,21 @@ class EvictionOrder:
         else:
             self._unknown.put(number, -tie / entry.cost)
         self._oldest.setdefault(entry.cost, Ranking()).put(number, entry.last)
+        self._note_head(entry.cost)
 
     def drop(self, number: int) -> None:
         """Remove a snapshot, if it is there."""
         if (entry := self.entries.pop(number, None)) is None:
             return
         (self._known if entry.interval else self._unknown).drop(number)
-        oldest = self._oldest[entry.cost]
-        oldest.drop(number)
-        if not len(oldest):
-            del self._oldest[entry.cost]
+        self._oldest[entry.cost].drop(number)
+        self._note_head(entry.cost)
+
+    def _note_head(self, cost: float) -> None:
+        if (head := self._oldest[cost].first()) is None:
+            del self._oldest[cost], self._heads[cost]
+        else:
+            self._heads[cost] = head
 
     def first(self, now: int, mean_interval: float) -> tuple[int, float]:
         """Return the snapshot with the highest eviction score (of equal ones, the smallest number) and the score.
@@ -176,9 +183,8 @@ class EvictionOrder:
     def _longest_waiting(self, now: int) -> tuple[float, int] | None:
         """Return the snapshot with the highest age / cost, as (-age / cost, number)."""
         highest = None
-        for cost, oldest in self._oldest.items():
-            last, number = oldest.first() or (0, 0)
-            waiting = -(now - last) * (1 + TIE * last) / cost, number
-            if highest is None or waiting < highest:
-                highest = waiting
+        for cost, (last, number) in self._heads.items():
+            waiting = -(now - last) * (1 + TIE * last) / cost
+            if highest is None or waiting < highest[0] or (waiting == highest[0] and number < highest[1]):
+                highest = waiting, number
         return highest
