@@ -10,6 +10,7 @@ from support.prefix_tree import BLOCK, Request, TreeServer, hints, without_a_ser
 
 from benchmarks.agent_trace import load
 from benchmarks.prefix_simulation import KINDS, NO_HINTS, RANDOM, RIGHT, WRONG, hint_weights, simulate
+from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, LEAST_JUDGED, Hint, HintTrust
 from dsv4_sglang.srt.prefix_cache.hints import hints_of
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
@@ -288,6 +289,16 @@ def test_a_tenant_above_its_share_evicts_its_own(monkeypatch: pytest.MonkeyPatch
     assert metrics.states()["tenants"] == 2 and metrics.states()["tenants_above_share"] == 1
     tokens = metrics.tenant_tokens()
     assert (tokens["1"], tokens["2"], tokens["3"], tokens["other"]) == (32 * BLOCK, 16 * BLOCK, 0, 0)
+
+
+def test_the_audit_reports_tenants_that_are_counted_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_server(monkeypatch)
+    server = TreeServer(blocks=50, snapshots=24, tenant_percent=40)
+    serve(server, 0)
+    shares = server.component.slots.registry.shares
+    assert shares is not None
+    shares.count(0, 0, BLOCK, 0)
+    assert "tenants on the device: counted as" in str(audit(server.cache, []))
 
 
 def test_without_the_option_tenants_are_not_counted(server: TreeServer) -> None:

@@ -137,6 +137,16 @@ class SnapshotRegistry:
         self._forget(slot)
         self.policy.changed(previous, *following)
 
+    def count_tenants(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """Return `TenantShares.held` as a scan of all snapshots finds it, for the integrity audit."""
+        held: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
+        for number in np.flatnonzero(self.in_registry).tolist() if self.shares is not None else ():
+            assert self.shares is not None
+            tenant, of_place = int(self.shares.of[number]), held[DEVICE if number <= self.capacity else HOST]
+            tokens, snapshots = of_place.get(tenant, (0, 0))
+            of_place[tenant] = tokens + self._tokens_of(number), snapshots + 1
+        return held
+
     def _tokens_of(self, number: int) -> int:
         """Return the tokens after the snapshot before this one."""
         return int(self.length[number] - self.length[self.previous[number]])
