@@ -22,7 +22,7 @@ from dsv4_sglang.srt.prefix_cache.policy import EVERY
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE as DEVICE_PLACE
-from dsv4_sglang.srt.prefix_cache.tenants import Room, TenantShares, above_share
+from dsv4_sglang.srt.prefix_cache.tenants import HOST, Room, TenantShares, above_share
 
 CAPACITY, ROWS = 24, 8
 DEVICE = range(1, CAPACITY + 1)
@@ -151,7 +151,8 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
 
 def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
     """Return the value of the host copy of each snapshot. Duplicates of what the device keeps have negative ones."""
-    value = 1 / registry.policy.host_scores(np.arange(registry.size), for_rows=for_rows)
+    scores = registry.policy.eviction_score() if for_rows else registry.policy.reuse_interval()
+    value = 1 / (scores * above_share(registry.shares, EVERY, HOST))
     return np.where(registry.policy.duplicates(), -value, value)
 
 

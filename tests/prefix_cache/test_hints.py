@@ -204,6 +204,18 @@ def test_evicted_conversations_are_judged_when_they_return_or_stay_away() -> Non
     assert len(judged) == 4
 
 
+def test_a_hint_moves_with_the_new_number_of_its_snapshot() -> None:
+    """The device evicts a snapshot that the host has, and its hint still ends in time."""
+    registry = SnapshotRegistry(4, host_rows=2)
+    registry.hints.trust.trusts = lambda hint: True  # type: ignore[method-assign]
+    registry.add(1, BLOCK, 0)
+    registry.hint(1, Hint(8.0, ""), until=10)
+    registry.move(1, to := registry.host_id(0))
+    assert (registry.hints.weight[1], registry.hints.weight[to]) == (1, 8)
+    registry.end_hints(10)
+    assert registry.hints.weight[to] == 1
+
+
 def test_trust_is_kept_for_a_bounded_number_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4_sglang.srt.prefix_cache.hint_weights.MOST_TENANTS", 3)
     trust = HintTrust()

@@ -230,10 +230,9 @@ class EvictionPolicy:
         """Return a bool column by number: True if the host has a copy of a snapshot that the device keeps."""
         return self.registry.copies.saved() & ~self._next_evicted
 
-    def host_scores(self, at: np.ndarray, *, for_rows: bool) -> np.ndarray:
-        """Return the scores by which the host evicts the snapshots `at`, for their rows or for their blocks."""
-        scores: np.ndarray = self.eviction_score(at) if for_rows else self.reuse_interval(at)
-        return scores * above_share(self.registry.shares, at, HOST)
+    def entry(self, number: int, *, for_rows: bool) -> Entry:
+        """Return the element of `eviction_score`, or of `reuse_interval`, for one snapshot."""
+        return self._entry(number, self._cost(number) if for_rows else 1.0)
 
 
 def _first(

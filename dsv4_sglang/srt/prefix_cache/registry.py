@@ -140,8 +140,9 @@ class SnapshotRegistry:
     def count_tenants(self) -> tuple[dict[int, tuple[int, int]], ...]:
         """Return `TenantShares.held` as a scan of all snapshots finds it, for the integrity audit."""
         held: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
-        for number in np.flatnonzero(self.in_registry).tolist() if self.shares is not None else ():
-            assert self.shares is not None
+        if self.shares is None:
+            return held
+        for number in np.flatnonzero(self.in_registry).tolist():
             tenant, of_place = int(self.shares.of[number]), held[DEVICE if number <= self.capacity else HOST]
             tokens, snapshots = of_place.get(tenant, (0, 0))
             of_place[tenant] = tokens + self._tokens_of(number), snapshots + 1
