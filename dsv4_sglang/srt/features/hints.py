@@ -50,12 +50,13 @@ def take_from_custom_params(request: Any) -> None:
 
 
 def check_hints(manager: Any, envelope: Any) -> None:
-    """Check the hints of a request, and start the clock of this process with the first ones.
+    """Check the hints of a request, and start the clock of this process if it does not run.
 
     Raises:
         ValueError: a hint is invalid.
     """
-    if hints_of(envelope) != NONE and not hasattr(manager, CLOCK):
+    clock = getattr(manager, CLOCK, None)
+    if hints_of(envelope) != NONE and (clock is None or clock.done()):
         send_time(manager)
         setattr(manager, CLOCK, asyncio.get_running_loop().create_task(_send_times(manager)))
 
