@@ -45,7 +45,12 @@ class SnapshotComponent(MambaComponent):
         parallel = get_parallel()
         self.rank, self.silent = parallel.attn_dp_rank, parallel.attn_tp_rank > 0
         self.metrics = CacheMetrics(
-            self.slots, enabled=params.enable_metrics, rank=self.rank, silent=self.silent, host=self.on_host
+            self.slots,
+            enabled=params.enable_metrics,
+            rank=self.rank,
+            silent=self.silent,
+            host=self.on_host,
+            tenants=self.slots.tenant_percent is not None,
         )
 
     # Requests

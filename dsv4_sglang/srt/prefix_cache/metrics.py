@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dsv4_sglang import __version__
-from dsv4_sglang.srt.prefix_cache import tenants
 from dsv4_sglang.srt.prefix_cache.notes import RequestNote
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE as ON_DEVICE
 from dsv4_sglang.srt.sglang.scheduler import seconds_since_created
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
     from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+    from dsv4_sglang.srt.prefix_cache.tenants import TenantShares
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ HOST_METRICS = (
 )
 
 # Additional metrics of a server with shares of tenants. Tenants are not named: their salts may be secrets.
-TENANT_RANKS, OTHER_TENANTS = tuple(map(str, range(1, 9))), "other"
+TENANT_RANKS, OTHER_TENANTS = ("1", "2", "3", "4"), "other"
 TENANT_METRICS = (
     Metric(
         "tenant_tokens",
@@ -194,7 +195,16 @@ class PinLimits(Protocol):
 class CacheMetrics:
     """Metrics of one DP attention rank, written to the log and, with --enable-metrics, to /metrics."""
 
-    def __init__(self, slots: SnapshotSlots, *, enabled: bool, rank: int, silent: bool, host: bool = False) -> None:
+    def __init__(
+        self,
+        slots: SnapshotSlots,
+        *,
+        enabled: bool,
+        rank: int,
+        silent: bool,
+        host: bool = False,
+        tenants: bool = False,
+    ) -> None:
         """Create the metrics and connect the snapshot timers.
 
         Args:
@@ -203,8 +213,9 @@ class CacheMetrics:
             rank: DP attention rank.
             silent: Do not publish or log, because a different process of the rank does.
             host: The server has a host cache.
+            tenants: Tenants have shares.
         """
-        self._slots, self._silent = slots, silent
+        self._slots, self._silent, self._tenants = slots, silent, tenants
         # Label of evicted snapshots, one of REASONS.
         self.eviction_reason = BLOCKS
         self._pools: tuple[HostPool, HostPool] | None = None
@@ -213,7 +224,7 @@ class CacheMetrics:
         self._logged_at, self._logged = time.monotonic(), 0.0
         self._series: dict[tuple[str, str], Any] = {}
         if enabled and not silent:
-            more = (*(HOST_METRICS if host else ()), *(TENANT_METRICS if slots.tenant_percent is not None else ()))
+            more = (*(HOST_METRICS if host else ()), *(TENANT_METRICS if tenants else ()))
             self._series = _series((*METRICS, *more), rank)
             self._series["build_info", __version__].set(1)
         slots.timer.finished = partial(self.add, "snapshot_copy_seconds")
@@ -311,18 +322,22 @@ class CacheMetrics:
             blocks, snapshots = self._pools
             states |= {"host_tokens": blocks.used_rows * blocks.page_size, "host_capacity_tokens": blocks.size}
             states |= {"host_snapshots": snapshots.used_rows, "host_snapshot_capacity": snapshots.page_num}
-        if (shares := self._slots.registry.shares) is not None:
+        if (shares := self._shares) is not None:
             states |= {
-                "tenants": len(shares.held[tenants.DEVICE]),
-                "tenants_above_share": len(shares.above[tenants.DEVICE]),
+                "tenants": len(shares.held[ON_DEVICE]),
+                "tenants_above_share": len(shares.above[ON_DEVICE]),
             }
         return states
 
+    @property
+    def _shares(self) -> TenantShares | None:
+        return self._slots.registry.shares if self._tenants else None
+
     def tenant_tokens(self) -> dict[str, int]:
         """Return the tokens on the device of the largest tenants by rank, and of the others. Empty without shares."""
-        if (shares := self._slots.registry.shares) is None:
+        if (shares := self._shares) is None:
             return {}
-        first, others = shares.largest(tenants.DEVICE, len(TENANT_RANKS))
+        first, others = shares.largest(ON_DEVICE, len(TENANT_RANKS))
         ranks = dict.fromkeys(TENANT_RANKS, 0) | dict(zip(TENANT_RANKS, first))
         return {**ranks, OTHER_TENANTS: others}
 
