@@ -146,7 +146,7 @@ def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
 
 def run_agents(replay: Replay, args: argparse.Namespace) -> Parts:
     """Run agents with pauses for tools (`benchmarks.tool_pauses`) at multiples of the device cache, with each kind of
-    hints, each on an empty cache. The kinds alternate, so that all find the server equally warm."""
+    hints, each on an empty cache. Restarting the cache also forgets whose hints came true."""
     config = TraceConfig(
         conversations=0, active=0, seed=args.seed, turns=(4, 16), tokens=(args.shortest, args.longest), systems=SYSTEMS
     )

@@ -10,7 +10,7 @@ import numpy as np
 from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
 
 # Weight of a demoted snapshot: less than the ratio of any two values, so that it is evicted first.
-DEMOTED = 2.0**-40
+DEMOTED = 2.0**-80
 
 # Hints over which the share that came true is averaged, and least number of hints before that share counts.
 TRUST_MEMORY, LEAST_JUDGED = 64, 16
