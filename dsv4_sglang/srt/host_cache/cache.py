@@ -115,9 +115,21 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
 
     def reset(self) -> None:
         if not self._keep_host:
+            self._finish_cancelled_fetches()
             super().reset()
             self.saves.reset()
             self.evictions.reset()
+
+    def _finish_cancelled_fetches(self) -> None:
+        """Wait until no thread reads a cancelled request's pages.
+
+        SGLang stops its threads one by one. One that agrees with other processes on what was read would wait for ever
+        for a thread that has stopped there.
+        """
+        controller = self.cache_controller
+        while controller is not None and controller.sharing.size > 1 and controller.cancelled_fetches:
+            super().check_hicache_events()
+            time.sleep(0.001)  # the pages are read in a thread
 
     # Saves to the host
 
@@ -131,6 +143,7 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
         if not self.ongoing_write_through:
             return False
         with self._recheck_queue_after_saves():
+            self.cache_controller.finish_saves()
             self.writing_check(write_back=True)
         return True
 
