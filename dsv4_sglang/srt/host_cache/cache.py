@@ -121,15 +121,15 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
             self.evictions.reset()
 
     def _finish_cancelled_fetches(self) -> None:
-        """Wait until no thread reads a cancelled request's pages.
+        """Wait until no process of a shared host cache reads pages of a cancelled request.
 
-        SGLang stops its threads one by one. One that agrees with other processes on what was read would wait for ever
-        for a thread that has stopped there.
+        A flush waits for everything else, and frees the rows of these pages too. It also stops SGLang's threads, and
+        one that agrees with other processes on what was read would wait forever for one that has stopped.
         """
         controller = self.cache_controller
         while controller is not None and controller.sharing.size > 1 and controller.cancelled_fetches:
             super().check_hicache_events()
-            time.sleep(0.001)  # the pages are read in a thread
+            time.sleep(0.001)  # a thread reads the pages
 
     # Saves to the host
 

@@ -119,12 +119,8 @@ class TransferController(HybridCacheController):
         super().append_host_mem_release(host_indices, extra_pools)
 
     def reset(self) -> None:
-        """Forget all copies. The rows are free then, so no process may still copy or read into one."""
-        for ack in (*self.ack_write_queue, *self.ack_load_queue):
-            ack.finish_event.synchronize()
         super().reset()
         self.cancelled_fetches = ()
-        self.sharing.wait()
 
     def attach_storage_backend(self, *arguments: Any, **named: Any) -> None:
         super().attach_storage_backend(*arguments, **named)

@@ -1,0 +1,220 @@
+"""Host memory that several processes share: one copy, agreed errors, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks, values
+
+from dsv4_sglang.cache import host_memory
+from dsv4_sglang.cache.host_memory import SHARED_NAME, HostMemory
+from dsv4_sglang.cache.host_sharing import HostSharing
+
+CPU = torch.device("cpu")
+PAGE = mmap.PAGESIZE
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def mappings(process: int | str = "self") -> list[dict[str, int]]:
+    """Return the mappings of shared host memory of a process: their inodes, and the sizes of smaps in KiB."""
+    found: list[dict[str, int]] = []
+    ours = False
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            if ours := f"/memfd:{SHARED_NAME}" in line:
+                found.append({"inode": int(rest[3])})
+        elif ours and rest[-1] == "kB":
+            found[-1][name[:-1]] = int(rest[0])
+    return found
+
+
+def one_copy(rank: int, pages: int) -> list[dict[str, int]]:
+    host_memory.STRIPE = PAGE
+    sharing = HostSharing(dist.group.WORLD)
+    memory = HostMemory(pages * PAGE - 100, CPU, sharing=sharing)
+    assert (sharing.rank, sharing.size, memory.nbytes) == (rank, 3, pages * PAGE)
+    assert memory.bytes.data_ptr() % PAGE == 0 and not memory.bytes.any()
+    sharing.wait()
+    memory.bytes[rank::3] = rank + 1
+    sharing.wait()
+    assert torch.equal(memory.bytes, torch.arange(memory.nbytes).remainder(3).add(1).to(torch.uint8))
+    found = mappings()
+    sharing.wait()
+    return found
+
+
+def test_processes_share_one_copy() -> None:
+    """Each process has all pages without touching them, and together they take the memory once."""
+    (first,), *others = values(run_ranks(3, one_copy, 301))
+    assert first["Rss"] == 301 * PAGE >> 10
+    assert abs(sum(found["Pss"] for found in (first, *(other for (other,) in others))) - first["Rss"]) <= 3
+    assert all(other["inode"] == first["inode"] for (other,) in others)
+
+
+def two_machines(rank: int) -> tuple[int, int, bool, list[int], int]:
+    """Four processes on machines of two."""
+    sharing = HostSharing(dist.group.WORLD, machine=rank // 2)
+    memory = HostMemory(PAGE, CPU, sharing=sharing)
+    memory.bytes[sharing.rank] = 1 + rank
+    sharing.wait()
+    seen = int(memory.bytes.sum())
+    sharing.wait()
+    return sharing.rank, sharing.size, sharing.leads, sharing.gather(rank), seen
+
+
+def test_machines_have_a_copy_each() -> None:
+    found = values(run_ranks(4, two_machines))
+    assert found == [
+        (0, 2, True, [0, 1], 3),
+        (1, 2, False, [0, 1], 3),
+        (0, 2, True, [2, 3], 7),
+        (1, 2, False, [2, 3], 7),
+    ]
+
+
+def parts(rank: int) -> list[list[int]]:
+    sharing = HostSharing(dist.group.WORLD)
+    return [list(sharing.part(count, first)) for count in range(9) for first in range(4)]
+
+
+def test_parts_divide_a_save() -> None:
+    """The parts of three processes are all rows, once. Of lists with one row, each process copies some."""
+    counts = [count for count in range(9) for _ in range(4)]
+    found = list(zip(counts, *values(run_ranks(3, parts))))
+    for count, *each in found:
+        assert sorted(row for part in each for row in part) == list(range(count))
+        assert max(map(len, each)) <= -(-count // 3)
+    assert {each.index([0]) for count, *each in found if count == 1} == {0, 1, 2}
+    assert list(HostSharing().part(5, 3)) == list(range(5))
+
+
+def little_memory(rank: int) -> None:
+    if rank == 0:
+        host_memory.available_bytes = lambda: PAGE
+
+
+def small_files(rank: int) -> None:
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))
+
+
+def full_system(rank: int) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank == 1:
+        os.posix_fallocate = full
+
+
+def no_descriptor(rank: int) -> None:
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+
+
+def other_size(rank: int) -> None:
+    create = os.memfd_create
+
+    def short(*arguments: Any) -> int:
+        file = create(*arguments)
+        original = os.ftruncate
+        os.ftruncate = lambda number, size: original(number, size - PAGE)
+        return file
+
+    os.memfd_create = short
+
+
+def fails(rank: int, fault: Callable[[int], None]) -> str:
+    host_memory.STRIPE = PAGE
+    fault(rank)
+    with pytest.raises(RuntimeError) as raised:
+        HostMemory(4 * PAGE, CPU, sharing=HostSharing(dist.group.WORLD))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (little_memory, "16384 bytes (0.00 GiB) of host memory requested, 4096 bytes (0.00 GiB) available; use fewer"),
+        (small_files, "cannot allocate 16384 bytes (0.00 GiB) of host memory: [Errno 27] File too large; use fewer"),
+        (full_system, "cannot allocate 16384 bytes (0.00 GiB) of host memory: [Errno 28] No space left on device; use"),
+        (
+            no_descriptor,
+            "cannot allocate 16384 bytes (0.00 GiB) of host memory: [Errno 24] Too many open files: '/proc",
+        ),
+        (other_size, "shares 12288 bytes (0.00 GiB) of host memory; expected 16384 bytes"),
+    ],
+)
+def test_lack_of_memory_is_an_error_in_all(fault: Callable[[int], None], line: str) -> None:
+    """The process that lacks something and those that do not raise the same error, so that none waits for another."""
+    first, second = values(run_ranks(2, fails, fault))
+    assert line in first and first == second
+
+
+def killed(rank: int, victim: int, stage: str) -> None:
+    """Create shared memory in a process that is killed at `stage`, and another that outlives it."""
+
+    host_memory.STRIPE = PAGE
+
+    def kill(*_: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        if stage == "created":
+            HostSharing.gather = kill
+        elif stage == "half allocated":
+            os.posix_fallocate = kill
+        elif stage == "allocated":
+            mmap.mmap = kill
+    sharing = HostSharing(dist.group.WORLD)
+    memory = HostMemory(4 * PAGE, CPU, sharing=sharing)
+    if rank == victim:
+        kill()
+    sharing.wait()
+    assert memory.nbytes
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("stage", ["created", "half allocated", "allocated", "mapped"])
+def test_killed_process_leaves_nothing(victim: int, stage: str) -> None:
+    """The other process gets an error instead of waiting, and no file and no mapping is left."""
+    before = set(SHARED_MEMORY.iterdir())
+    outcomes = run_ranks(2, killed, victim, stage)
+    assert outcomes[victim].code == -signal.SIGKILL
+    assert outcomes[1 - victim].code == 1 and "RuntimeError" in outcomes[1 - victim].error
+    assert not [name for name in set(SHARED_MEMORY.iterdir()) - before if SHARED_NAME in name.name]
+    assert not mappings()
+    assert not [child for child in psutil.Process().children(recursive=True) if mappings(child.pid)]
+
+
+def shrunk(rank: int) -> None:
+    create, kept = os.memfd_create, []
+
+    def created(*arguments: Any) -> int:
+        kept.append(file := create(*arguments))
+        return os.dup(file)
+
+    os.memfd_create = created
+    sharing = HostSharing(dist.group.WORLD)
+    memory = HostMemory(4 * PAGE, CPU, sharing=sharing)
+    for file in kept:
+        with pytest.raises(PermissionError):
+            os.ftruncate(file, PAGE)
+    sharing.wait()
+    memory.bytes[-1] = 1
+
+
+def test_shared_memory_cannot_shrink() -> None:
+    """An access to a page that is gone would end the process."""
+    values(run_ranks(2, shrunk))
