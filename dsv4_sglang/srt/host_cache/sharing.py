@@ -32,8 +32,10 @@ class StorageReadByAnother:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def batch_get_v1(self, keys: Sequence[str], *arguments: Any, **named: Any) -> list[bool]:
-        return [True] * len(keys)
-
     def batch_get_v2(self, transfers: Sequence[Any], *arguments: Any, **named: Any) -> dict[Any, list[bool]]:
         return {transfer.name: [True] * len(transfer.keys or []) for transfer in transfers}
+
+
+def count_pages_read(operation: Any, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> int:
+    """Return how many pages of blocks count as read in a process that does not read: all. SGLang's `page_get_func`."""
+    return len(keys)

@@ -22,7 +22,7 @@ from dsv4_sglang.cache.host_sharing import HostSharing
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
-from dsv4_sglang.srt.host_cache.sharing import StorageReadByAnother, sharing_of
+from dsv4_sglang.srt.host_cache.sharing import StorageReadByAnother, count_pages_read, sharing_of
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import StorageFull
 from dsv4_sglang.srt.host_cache.used_folder import describe_weights
@@ -126,7 +126,7 @@ class TransferController(HybridCacheController):
         super().attach_storage_backend(*arguments, **named)
         if not self.sharing.leads:
             self.storage_backend = StorageReadByAnother(self.storage_backend)
-            self.page_get_func = self._page_get_zero_copy
+            self.page_get_func = count_pages_read
 
     def _generate_storage_config(
         self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
