@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.memory_maps import shared_mappings
 from support.ranks import run_ranks, values
 
 from dsv4_sglang.cache import host_memory
@@ -24,20 +25,6 @@ from dsv4_sglang.cache.host_sharing import HostSharing
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def mappings(process: int | str = "self") -> list[dict[str, int]]:
-    """Return the mappings of shared host memory of a process: their inodes, and the sizes of smaps in KiB."""
-    found: list[dict[str, int]] = []
-    ours = False
-    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            if ours := f"/memfd:{SHARED_NAME}" in line:
-                found.append({"inode": int(rest[3])})
-        elif ours and rest[-1] == "kB":
-            found[-1][name[:-1]] = int(rest[0])
-    return found
 
 
 def one_copy(rank: int, pages: int) -> list[dict[str, int]]:
@@ -50,7 +37,7 @@ def one_copy(rank: int, pages: int) -> list[dict[str, int]]:
     memory.bytes[rank::3] = rank + 1
     sharing.wait()
     assert torch.equal(memory.bytes, torch.arange(memory.nbytes).remainder(3).add(1).to(torch.uint8))
-    found = mappings()
+    found = shared_mappings()
     sharing.wait()
     return found
 
@@ -194,8 +181,8 @@ def test_killed_process_leaves_nothing(victim: int, stage: str) -> None:
     assert outcomes[victim].code == -signal.SIGKILL
     assert outcomes[1 - victim].code == 1 and "RuntimeError" in outcomes[1 - victim].error
     assert not [name for name in set(SHARED_MEMORY.iterdir()) - before if SHARED_NAME in name.name]
-    assert not mappings()
-    assert not [child for child in psutil.Process().children(recursive=True) if mappings(child.pid)]
+    assert not shared_mappings()
+    assert not [child for child in psutil.Process().children(recursive=True) if shared_mappings(child.pid)]
 
 
 def shrunk(rank: int) -> None:
