@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from pathlib import Path
 from unittest.mock import patch
 
 import psutil
 import pytest
+from support.liveness import POLL_SECONDS, Progress
 from support.memory_maps import shared_mappings
 from support.server import (
+    BROKEN_OFF,
     FP32,
+    HOST_CACHE,
     Server,
     assert_same,
     empty_device,
+    ends,
+    one_core_each,
     prompt,
+    running,
     schedulers,
 )
 from support.server_plugin import broken
@@ -25,9 +33,7 @@ TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 # 16 device blocks and a host cache of four times that size. The device saves what it evicts.
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--tp-size", "2")
-FLAGS += ("--max-running-requests", "6", "--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "4")
-WRITE_BACK = ("--hicache-write-policy", "write_back")
-SERVERS = {"write_back": WRITE_BACK}
+FLAGS += ("--max-running-requests", "6", "--enable-metrics", *HOST_CACHE, "--hicache-write-policy", "write_back")
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 CUDA_LAYERS = True
 # Disable SGLang's 5 s pause for diagnostics before exit.
