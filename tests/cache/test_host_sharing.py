@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from support.memory_maps import shared_mappings
 from support.ranks import run_ranks, values
 
-from dsv4_sglang.cache import host_memory
+from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema, host_memory
 from dsv4_sglang.cache.host_memory import SHARED_NAME, HostMemory
 from dsv4_sglang.cache.host_sharing import HostSharing
+from dsv4_sglang.model import DSV4Config, build_schedule
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -205,3 +207,72 @@ def shrunk(rank: int) -> None:
 def test_shared_memory_cannot_shrink() -> None:
     """An access to a page that is gone would end the process."""
     values(run_ranks(2, shrunk))
+
+
+# Tests on two GPUs, one a process.
+
+
+def copies_of_gpus(rank: int, rounds: int) -> float:
+    """Each process saves a part of the blocks, and each loads all. Return the seconds to create 1 GiB."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    sharing = HostSharing(dist.group.WORLD)
+    begin = time.monotonic()
+    assert HostMemory(1 << 30, device, sharing=sharing).bytes.is_pinned()
+    seconds = time.monotonic() - begin
+    specs = build_schedule(DSV4Config.flash())
+    pools = [PagedKVPool(build_schema(DSV4Config.flash(), specs[i]), 9, device) for i in (2, 3)]
+    host = HostBlockPool(pools, 9, sharing=sharing)
+    views = [view.view(torch.uint8) for pool in pools for view in pool.block_views()]
+    for turn in range(1, 1 + rounds):
+        for view in views:
+            view.fill_(turn % 256)
+        part = list(sharing.part(9, turn))
+        host.save(torch.tensor(part, device=device), torch.tensor(part))
+        torch.cuda.synchronize()
+        sharing.wait()
+        for view in views:
+            view.zero_()
+        for layer in range(len(pools)):
+            host.load(torch.arange(9, device=device), torch.arange(9), layer)
+        assert all((view == turn % 256).all() for view in views), turn
+        sharing.wait()
+    return seconds
+
+
+def killed_with_gpu(rank: int, victim: int) -> None:
+    """Create pinned memory in a process that is killed while it copies, and another that outlives it."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    sharing = HostSharing(dist.group.WORLD)
+    memory = HostMemory(1 << 30, device, sharing=sharing)
+    source = torch.ones(memory.nbytes, dtype=torch.uint8, device=device)
+    if rank == victim:
+        memory.bytes.copy_(source, non_blocking=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sharing.wait()
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_loads_what_another_has_saved() -> None:
+    """Rows that are written again and again are loaded with their last contents."""
+    print("seconds for 1 GiB in each process:", values(run_ranks(2, copies_of_gpus, 300, method="spawn")))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_process_with_gpu_leaves_nothing(victim: int) -> None:
+    """The memory is free, and others can pin memory, after a process was killed in a copy."""
+    outcomes = run_ranks(2, killed_with_gpu, victim, method="spawn")
+    assert outcomes[victim].code == -signal.SIGKILL
+    assert outcomes[1 - victim].code == 1 and "RuntimeError" in outcomes[1 - victim].error
+    assert not [child for child in psutil.Process().children(recursive=True) if shared_mappings(child.pid)]
+    values(run_ranks(2, copies_of_gpus, 2, method="spawn"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -11,7 +10,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 from support.liveness import POLL_SECONDS, Progress
-from support.memory_maps import shared_mappings
+from support.memory_maps import assert_one_copy, mappings_of, shared_mappings
 from support.server import (
     BROKEN_OFF,
     FP32,
@@ -23,7 +22,6 @@ from support.server import (
     one_core_each,
     prompt,
     running,
-    schedulers,
 )
 from support.server_plugin import broken
 
@@ -41,25 +39,8 @@ ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 PAGES = 3  # of a prompt of 300 tokens: two blocks and a snapshot
 
 
-def memory(server: Server) -> list[list[dict[str, int]]]:
-    """Return the mappings of shared memory of each scheduler."""
-    processes = psutil.Process(server.process.pid).children(recursive=True)
-    return [shared_mappings(process.pid) for process in schedulers(processes)]
-
-
 def test_processes_hold_one_copy(server: Server) -> None:
-    """Both map the same two files, rows of blocks and of snapshots, which are as large as the log says."""
-    first, second = memory(server)
-    assert len(first) == 2 and [found["inode"] for found in first] == [found["inode"] for found in second]
-    logged = re.search(
-        r"host cache of 2 processes: \d+ tokens in (\d+) blocks of (\d+) bytes, (\d+) snapshots of (\d+) bytes",
-        server.log_text(),
-    )
-    assert logged is not None
-    blocks, block_bytes, snapshots, snapshot_bytes = map(int, logged.groups())
-    pages = sum(-(-size // 4096) for size in (blocks * block_bytes, snapshots * snapshot_bytes))
-    taken = sum(found["Pss"] for found in (*first, *second))
-    assert abs(taken - 4 * pages) <= 4, f"{taken} KiB for {4 * pages} KiB of rows"
+    assert_one_copy(server)
 
 
 def test_rows_are_loaded_when_all_have_saved_them(server: Server, plugin: Path) -> None:
@@ -91,7 +72,7 @@ def test_rows_are_loaded_when_all_have_saved_them(server: Server, plugin: Path) 
 
 
 def segments(server: Server) -> set[int]:
-    return {found["inode"] for process in memory(server) for found in process}
+    return {found["inode"] for process in mappings_of(server) for found in process}
 
 
 def wait_for_pages(server: Server, folder: Path, count: int) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a gloo group, forked from the process of the test."""
+"""The processes of a gloo group, started from the process of the test."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class Outcome(NamedTuple):
     code: int | None
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, method: str = "fork") -> list[Outcome]:
     """Run `function(rank, *arguments)` in `size` processes, with torch's default process group, and wait for them.
 
-    If one ends or raises, collectives of the others raise.
+    If one ends or raises, collectives of the others raise. `method`: as in multiprocessing; `spawn` for a GPU, which a
+    forked process cannot use.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(method)
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(size):
