@@ -139,14 +139,27 @@ def _shared_pages(nbytes: int, sharing: HostSharing) -> Tensor:
         process, number = sharing.gather((os.getpid(), file))[0]
         with sharing.agreed(), _naming(nbytes):
             if not sharing.leads:
-                file = keep(os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
-            if (size := os.fstat(file).st_size) != nbytes:
-                raise RuntimeError(f"process {process} shares {_size(size)} of host memory; expected {_size(nbytes)}")
+                file = keep(_open_shared(process, number, nbytes))
             for at in range(sharing.rank * STRIPE, nbytes, sharing.size * STRIPE):
                 os.posix_fallocate(file, at, min(STRIPE, nbytes - at))
         with sharing.agreed(), _naming(nbytes):
             pages = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _open_shared(process: int, number: int, nbytes: int) -> int:
+    """Return a descriptor of another process's shared memory, which that process has opened as `number`."""
+    try:
+        file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot share the host memory of process {process}: {error}; the processes of a server need the same user "
+            "and the same /proc"
+        ) from error
+    if (size := os.fstat(file).st_size) != nbytes:
+        os.close(file)
+        raise RuntimeError(f"process {process} shares {_size(size)} of host memory; expected {_size(nbytes)}")
+    return file
 
 
 def _require_available(nbytes: int) -> None:

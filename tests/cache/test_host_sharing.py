@@ -140,7 +140,7 @@ def fails(rank: int, fault: Callable[[int], None]) -> str:
         (full_system, "cannot allocate 16384 bytes (0.00 GiB) of host memory: [Errno 28] No space left on device; use"),
         (
             no_descriptor,
-            "cannot allocate 16384 bytes (0.00 GiB) of host memory: [Errno 24] Too many open files: '/proc",
+            ": [Errno 24] Too many open files: '/proc/",
         ),
         (other_size, "shares 12288 bytes (0.00 GiB) of host memory; expected 16384 bytes"),
     ],
