@@ -114,22 +114,18 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
             self._keep_host = False
 
     def reset(self) -> None:
-        if not self._keep_host:
-            self._finish_cancelled_fetches()
-            super().reset()
-            self.saves.reset()
-            self.evictions.reset()
-
-    def _finish_cancelled_fetches(self) -> None:
-        """Wait until no process of a shared host cache reads pages of a cancelled request.
-
-        A flush waits for everything else, and frees the rows of these pages too. It also stops SGLang's threads, and
-        one that agrees with other processes on what was read would wait forever for one that has stopped.
-        """
+        if self._keep_host:
+            return
+        # A flush waits for all copies, but not for threads that read the pages of cancelled requests into rows that
+        # become free. It stops SGLang's threads, and one that agrees with other processes on what was read would wait
+        # forever for one that has stopped.
         controller = self.cache_controller
         while controller is not None and controller.sharing.size > 1 and controller.cancelled_fetches:
             super().check_hicache_events()
-            time.sleep(0.001)  # a thread reads the pages
+            time.sleep(0.001)
+        super().reset()
+        self.saves.reset()
+        self.evictions.reset()
 
     # Saves to the host
 
