@@ -13,6 +13,7 @@ from support.liveness import POLL_SECONDS, Progress
 from support.memory_maps import assert_one_copy, mappings_of, shared_mappings
 from support.server import (
     BROKEN_OFF,
+    DRAFTS,
     FP32,
     HOST_CACHE,
     Server,
@@ -20,6 +21,7 @@ from support.server import (
     empty_device,
     ends,
     one_core_each,
+    only,
     prompt,
     running,
 )
@@ -32,6 +34,7 @@ MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 # 16 device blocks and a host cache of four times that size. The device saves what it evicts.
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--tp-size", "2")
 FLAGS += ("--max-running-requests", "6", "--enable-metrics", *HOST_CACHE, "--hicache-write-policy", "write_back")
+SERVERS = {"no drafts": (), "3 drafts": DRAFTS}
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 CUDA_LAYERS = True
 # Disable SGLang's 5 s pause for diagnostics before exit.
@@ -90,6 +93,7 @@ def mapped(process: int) -> list[dict[str, int]]:
         return []
 
 
+@only("no drafts")
 def test_killed_processes_leave_nothing(model: Path, plugin: Path, tmp_path: Path) -> None:
     """A process is killed in a save, in a load, and all at once. Memory is free then, and stored pages are right.
 
