@@ -70,12 +70,12 @@ class HostSharing:
     def part(self, count: int, first_row: int) -> range:
         """Return the part of a list of rows that this process copies. The parts of all processes are the list.
 
-        A part is contiguous, because consecutive rows are one copy. The process that begins changes with the rows, so
-        that each one copies some of the lists with a single row.
+        A part is contiguous, because consecutive rows are one copy. The first row decides which process takes the first
+        part, so that lists with a single row are divided among the processes too.
 
         Args:
             count: number of rows.
-            first_row: first one.
+            first_row: number of the first row.
         """
-        turn = (self.rank + first_row) % self.size
-        return range(count * turn // self.size, count * (turn + 1) // self.size)
+        place = (self.rank + first_row) % self.size
+        return range(count * place // self.size, count * (place + 1) // self.size)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from reference.oracle import Oracle
-from support.memory_maps import mappings_of
-from support.server import FP32, HOST_CACHE, Server, assert_burst, assert_same, distances, on_rank, prompt
+from support.server import FP32, HOST_CACHE, Server, assert_burst, assert_same, distances, mappings_of, on_rank, prompt
 from support.server_plugin import broken
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.memory_maps import assert_one_copy
-from support.server import DRAFTS, Generated, Server, assert_as_cold, only, prompt, running
+from support.server import DRAFTS, Generated, Server, assert_as_cold, assert_one_copy, only, prompt, running
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 

@@ -10,16 +10,18 @@ from unittest.mock import patch
 import psutil
 import pytest
 from support.liveness import POLL_SECONDS, Progress
-from support.memory_maps import assert_one_copy, mappings_of, shared_mappings
+from support.memory_maps import shared_mappings
 from support.server import (
     BROKEN_OFF,
     DRAFTS,
     FP32,
     HOST_CACHE,
     Server,
+    assert_one_copy,
     assert_same,
     empty_device,
     ends,
+    mappings_of,
     one_core_each,
     only,
     prompt,
