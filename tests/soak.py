@@ -385,7 +385,8 @@ class Piece:
 
     def _driver(self, url: str, models: list[Path]) -> Driver:
         given, weights = ON_CPU if self.cpu else ON_GPU, tuple(map(str, models)) if is_updated(self.seed) else ()
-        shape = Shape(given.context, given.burst, given.together, weights=weights, sleeps=True)
+        # Short bursts, because samples are taken between them.
+        shape = Shape(given.context, given.burst // 2, given.together, weights=weights, sleeps=True)
         return Driver(url, self.seed, shape, TOLERANCE if self.cpu else None)
 
     @contextmanager
