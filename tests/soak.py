@@ -8,8 +8,8 @@ small limit, and the host cache is full as well. In a life, the lifecycle fuzzer
 bursts of requests with clients that leave, cancel within 20 ms and retry, and with flushes, pauses, sleep and, for even
 seeds, weight updates. A life ends by SIGTERM or, with answers under way, by SIGKILL.
 
-- Every minute: the integrity audit, and the memory, descriptors and threads of all processes.
-- After each burst: the audit of an idle server, and answers compared with cold ones.
+- After each burst, which takes less than a minute: the integrity audit of the idle server, answers compared with cold
+  ones, and the memory, descriptors and threads of all processes.
 - At the start of a life: prompts that the last life stored hit the folder, unless its weights were updated.
 
 A clean piece appends its line to --out, and the next piece goes on from there: with the next seed, the sums of the
@@ -46,7 +46,6 @@ from dsv4_sglang.cli.server import stop
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, stored_files
 
-SAMPLE_SECONDS = 60.0
 # Bytes of the folder of stored pages, which the load fills in a minute or two.
 CPU_LIMIT, GPU_LIMIT = 48 * 10**6, 512 * 10**6
 # A server may exceed the limit by a sixteenth (docs/guides/host_cache.md).
@@ -191,8 +190,7 @@ class Life:
     def after_burst(self, burst: Burst) -> None:
         if burst.number % 4 == 3:
             self._replace_weights()
-        if not self.samples or time.monotonic() - self.begin - self.samples[-1][0] > SAMPLE_SECONDS - 1:
-            self.sample()
+        self.sample()
 
     def _replace_weights(self) -> None:
         """Update the weights of an idle server, in lives with updates.
@@ -385,7 +383,7 @@ class Piece:
 
     def _driver(self, url: str, models: list[Path]) -> Driver:
         given, weights = ON_CPU if self.cpu else ON_GPU, tuple(map(str, models)) if is_updated(self.seed) else ()
-        # Short bursts, because samples are taken between them.
+        # Short bursts, because the server is examined between them.
         shape = Shape(given.context, given.burst // 2, given.together, weights=weights, sleeps=True)
         return Driver(url, self.seed, shape, TOLERANCE if self.cpu else None)
 
