@@ -1,4 +1,4 @@
-"""CUDA implementations, in Triton and FlashMLA, of the ops `attend`, `attend_v41` and `index_topk_v41`.
+"""CUDA implementations, in Triton and FlashMLA, of the ops `attend` and `index_topk_v41`.
 
 Importing this module registers them and needs no GPU. The kernels are imported on the first call.
 """
@@ -23,17 +23,11 @@ def attend(q: Tensor, *args: Any) -> Tensor:
     return triton_attend.attend(q, inputs)
 
 
-def attend_v41(q: Tensor, *args: Any) -> Tensor:
-    from dsv4_sglang.attention import triton_attend_v41
-
-    return triton_attend_v41.attend_v41(q, *args)
-
-
 def index_topk_v41(q: Tensor, *args: Any) -> None:
     from dsv4_sglang.attention import triton_index_v41
 
     triton_index_v41.index_topk_v41(q, *args)
 
 
-for _op in (attend, attend_v41, index_topk_v41):
+for _op in (attend, index_topk_v41):
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "CUDA", _op)

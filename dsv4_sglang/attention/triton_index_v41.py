@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_sglang.attention.tensor_checks import FLOATS, TensorChecker
-from dsv4_sglang.attention.triton_attend_v41 import e2m1, e4m3
-from dsv4_sglang.attention.triton_entries import table_stride
+from dsv4_sglang.attention.triton_entries import e2m1, e4m3, table_stride
 from dsv4_sglang.attention.triton_softmax import products
 from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys
 from dsv4_sglang.formats.index_keys import INDEX_DIM

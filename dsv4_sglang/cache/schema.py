@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
-from dsv4_sglang.formats import KeyFormat, KVFormat
+from dsv4_sglang.formats import V4_KV_FORMATS, KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, WINDOW, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
@@ -158,16 +159,16 @@ def build_schema(
         entry_head_dim=config.head_dim,
         rope_dim=config.qk_rope_head_dim,
         indexer_head_dim=config.index_head_dim if has_indexer else 0,
-        kv_format=_option(KVFormat, "kv_format", kv_format),
-        key_format=_option(KeyFormat, "key_format", key_format),
-        hca_state=_option(HcaState, "hca_state", hca_state),
+        kv_format=_option(V4_KV_FORMATS, "kv_format", kv_format),
+        key_format=_option(tuple(KeyFormat), "key_format", key_format),
+        hca_state=_option(tuple(HcaState), "hca_state", hca_state),
         draft_tokens=draft_tokens,
     )
 
 
-def _option(kind: type[_Option], name: str, value: _Option | str) -> _Option:
-    try:
-        return kind(value)
-    except ValueError:
-        names = ", ".join(repr(option.value) for option in kind)
-        raise ValueError(f"{name} is {value!r}; expected one of {names}") from None
+def _option(options: Sequence[_Option], name: str, value: _Option | str) -> _Option:
+    for option in options:
+        if value in (option, option.value):
+            return option
+    names = ", ".join(repr(option.value) for option in options)
+    raise ValueError(f"{name} is {value!r}; expected one of {names}")

@@ -10,9 +10,8 @@ import torch
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.formats import KeyFormat
+from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
-from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.model.v41 import Csa2Role, V41LayerSpec, pair_rows
 
@@ -45,12 +44,12 @@ class V41LayerSchema(LayerKVSpec):
         return self.writes.value
 
     @property
-    def ring_format(self) -> V41KVFormat:
-        return V41KVFormat.FP8
+    def ring_format(self) -> KVFormat:
+        return KVFormat.MXFP8
 
     @property
-    def entry_format(self) -> V41KVFormat:
-        return V41KVFormat.FP4
+    def entry_format(self) -> KVFormat:
+        return KVFormat.NVFP4
 
     @property
     def ring_rows(self) -> int:

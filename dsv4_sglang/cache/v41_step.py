@@ -17,8 +17,7 @@ import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats.kv_entries import make_kv_buffers
-from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.formats import KVFormat, make_kv_buffers
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, V41LayerSpec
 
 
@@ -71,7 +70,7 @@ class V41Step:
         self._window: Tensor | None = None
         if not metadata.is_decode:
             device = metadata.slots.device
-            self._window = make_kv_buffers(1, 1, metadata.window_size, V41KVFormat.FP8, device)[0]
+            self._window = make_kv_buffers(1, 1, metadata.window_size, KVFormat.MXFP8, device)[0]
         self._rows: Tensor | None = None
         self._candidates: Tensor | None = None
         self._lens: dict[int, Tensor] = {}
@@ -182,9 +181,9 @@ class V41Step:
         window = self.state.ring(layer) if self._window is None else self._window
         chosen = self.selected(layer)
         entries = (None, None, None) if chosen is None else (self._owner(spec).entries, *chosen)
-        return torch.ops.dsv4_sglang.attend_v41(
+        return torch.ops.dsv4_sglang.attend(
             *(q, sink, window, step.window_indices, step.window_lens, *entries),
-            *(step.positions, weights.rope, scale),
+            *(step.positions, weights.rope, scale, KVFormat.MXFP8.code, None, KVFormat.NVFP4.code),
         )
 
     def _owner(self, spec: V41LayerSpec) -> PagedKVPool:

@@ -43,15 +43,11 @@ SCHEMAS = {
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
         "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, "
-        "int kv_format, Tensor? entry_owner=None) -> Tensor"
+        "int kv_format, Tensor? entry_owner=None, int? entry_format=None) -> Tensor"
     ),
     "index_topk_v41": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
         "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) entry_indices) -> ()"
-    ),
-    "attend_v41": (
-        "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
     ),
     "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? rejected=None) -> ()",
     "gather_tables": (

@@ -1,26 +1,30 @@
 """The Triton attention kernels under Triton's interpreter, on the CPU."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from support.attention_cases import AttendCase, assert_attends, assert_quantised, attend_case, prefill_case, rope
-from support.v41_attention_cases import V41AttendCase, v41_attend_case, v41_index_case
+from support.attention_cases import (
+    BLOCK_SCALED,
+    AttendCase,
+    assert_attends,
+    assert_quantised,
+    attend_case,
+    prefill_case,
+    rope,
+)
+from support.v41_attention_cases import v41_index_case
 
 from dsv4_sglang.attention import (
     flashmla_scheduler,
     metadata,
     sparse_prefill,
     triton_attend,
-    triton_attend_v41,
     triton_index_v41,
     triton_metadata,
     triton_output,
 )
 from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.formats import KVBuffer, KVFormat
-from dsv4_sglang.formats.v41_entries import V41KVFormat
-from dsv4_sglang.ops.reference import read, read_v41
+from dsv4_sglang.ops.reference import read
 from dsv4_sglang.srt.models import triton_latent
 
 # The interpreter truncates bf16 where hardware rounds.
@@ -28,41 +32,35 @@ BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 def attended(case: AttendCase, splits: int) -> torch.Tensor:
-    if isinstance(case, V41AttendCase):
-        return triton_attend_v41.attend_v41(*case.v41_args(), splits=splits)
     return triton_attend.attend(*case.inputs(), splits=splits)
 
 
-def check(make: Callable[..., AttendCase], splits: int, q_dtype: torch.dtype = torch.bfloat16, **shape) -> None:
-    case = make(q_dtype=q_dtype, **shape)
+def check(splits: int, q_dtype: torch.dtype = torch.bfloat16, **shape) -> None:
+    case = attend_case(q_dtype=q_dtype, **shape)
     assert_attends(attended(case, splits), case, BOUND[q_dtype])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kv_format", "q_dtype", "splits"),
+    ("formats", "q_dtype", "splits"),
     [
-        (KVFormat.FP8, torch.bfloat16, 1),
-        (KVFormat.FP8, torch.bfloat16, 3),
-        (KVFormat.FP8, torch.float16, 3),
-        (KVFormat.FP8, torch.float32, 1),
-        (KVFormat.BF16, torch.bfloat16, 3),
-        (KVFormat.BF16, torch.float16, 1),
-        (KVFormat.FP32, torch.float32, 3),
+        ({"kv_format": KVFormat.FP8}, torch.bfloat16, 1),
+        ({"kv_format": KVFormat.FP8}, torch.bfloat16, 3),
+        ({"kv_format": KVFormat.FP8}, torch.float16, 3),
+        ({"kv_format": KVFormat.FP8}, torch.float32, 1),
+        ({"kv_format": KVFormat.BF16}, torch.bfloat16, 3),
+        ({"kv_format": KVFormat.BF16}, torch.float16, 1),
+        ({"kv_format": KVFormat.FP32}, torch.float32, 3),
+        (BLOCK_SCALED, torch.bfloat16, 3),
+        (BLOCK_SCALED, torch.float32, 1),
     ],
 )
-def test_attend(kv_format, q_dtype, splits):
-    check(attend_case, splits, q_dtype, tokens=9, heads=5, width=72, kv_format=kv_format)
+def test_attend(formats, q_dtype, splits):
+    check(splits, q_dtype, tokens=9, heads=5, width=72, **formats)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("q_dtype, splits", [(torch.bfloat16, 3), (torch.float32, 1)])
-def test_attend_of_v41(q_dtype, splits):
-    check(v41_attend_case, splits, q_dtype, tokens=9, heads=5, width=72)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
+@pytest.mark.parametrize("formats", [{}, BLOCK_SCALED], ids=["fp8", "block-scaled"])
 @pytest.mark.parametrize(
     "splits, shape",
     [
@@ -73,14 +71,15 @@ def test_attend_of_v41(q_dtype, splits):
     ],
     ids=["no entries", "one block", "blocks of 6", "more splits than tiles"],
 )
-def test_attend_shapes(make, splits, shape):
-    check(make, splits, **shape)
+def test_attend_shapes(formats, splits, shape):
+    check(splits, **formats, **shape)
 
 
+@pytest.mark.parametrize("formats", [{}, BLOCK_SCALED], ids=["fp8", "block-scaled"])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_attend_to_lists_that_tokens_share(splits):
+def test_attend_to_lists_that_tokens_share(splits, formats):
     """The output equals, bit for bit, that with a copy of the list for each token."""
-    case = attend_case(tokens=9, heads=5, width=72, shared=2)
+    case = attend_case(tokens=9, heads=5, width=72, shared=2, **formats)
     out = attended(case, splits)
     assert_attends(out, case, BOUND[torch.bfloat16])
     case.entry_indices, case.entry_owner = case.entry_indices[case.entry_owner], None
@@ -126,10 +125,10 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
-def test_attend_rejects_unsupported_tensors(make):
-    for name, change, message in REJECTED[: -1 if make is v41_attend_case else None]:
-        case = make(tokens=9, heads=5, width=72)
+@pytest.mark.parametrize("formats", [{}, BLOCK_SCALED], ids=["fp8", "block-scaled"])
+def test_attend_rejects_unsupported_tensors(formats):
+    for name, change, message in REJECTED:
+        case = attend_case(tokens=9, heads=5, width=72, **formats)
         setattr(case, name, change(getattr(case, name)))
         with pytest.raises(ValueError, match=message):
             attended(case, 1)
@@ -141,6 +140,12 @@ def test_an_fp8_buffer_is_not_read_as_bf16():
     with pytest.raises(
         ValueError, match=r"attend: window is uint8 \[3, 128, 584\] .* expected bfloat16 \[any, any, 512\]"
     ):
+        attended(case, 1)
+
+
+def test_formats_without_a_kernel_are_rejected():
+    case = attend_case(tokens=3, heads=5, width=72, kv_format=KVFormat.FP8, entry_format=KVFormat.NVFP4)
+    with pytest.raises(ValueError, match="entries are nvfp4 beside window entries in fp8; expected fp8"):
         attended(case, 1)
 
 
@@ -187,14 +192,14 @@ def test_norm_and_quantise_rejects_unsupported_tensors():
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("at", [3, 500], ids=["without RoPE", "with RoPE"])
-@pytest.mark.parametrize("stored", [*KVFormat, *V41KVFormat], ids=str)
+@pytest.mark.parametrize("stored", list(KVFormat), ids=str)
 def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
     """One such number in an entry of any format reaches the output of the tokens that attend to the entry, and of no
     other token. FP4 alone saturates an infinity, which the norm before has made NaN."""
-    if stored is V41KVFormat.FP4:
+    if stored is KVFormat.NVFP4:
         value = float("nan")
-    v41, window = isinstance(stored, V41KVFormat), stored is not V41KVFormat.FP4
-    formats = (V41KVFormat.FP8, V41KVFormat.FP4) if v41 else (stored, stored)
+    window = stored is not KVFormat.NVFP4
+    formats = tuple(BLOCK_SCALED.values()) if stored in BLOCK_SCALED.values() else (stored, stored)
     tables = [torch.zeros(2, 64, kind.width, dtype=kind.dtype) for kind in formats]
     for table, kind in zip(tables, formats):
         KVBuffer(table, kind).write(torch.arange(128), torch.randn(128, 512))
@@ -204,15 +209,8 @@ def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
     indices = torch.tensor([[3, 7], [3, 5]], dtype=torch.int32)
     lists = [(table, indices, torch.tensor([2, 2], dtype=torch.int32)) for table in tables]
     q, sink, positions = torch.randn(2, 5, 512).bfloat16(), torch.zeros(5), torch.tensor([0, 9])
-    arguments = (q, sink, *lists[0], *lists[1], positions, rope(), 512**-0.5)
-    if v41:
-        outs = [triton_attend_v41.attend_v41(*arguments), read_v41.attend_v41(*arguments)]
-    else:
-        outs = [
-            triton_attend.attend(q, AttendInputs.from_op(*arguments[1:], stored.code)),
-            read.attend(*arguments, stored.code),
-        ]
-    for out in outs:
+    arguments = (sink, *lists[0], *lists[1], positions, rope(), 512**-0.5, formats[0].code, None, formats[1].code)
+    for out in (triton_attend.attend(q, AttendInputs.from_op(*arguments)), read.attend(q, *arguments)):
         assert not out[0].isfinite().all(-1).any() and out[1].isfinite().all()
 
 

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.attention_cases import attend_case, prefill_case
-from support.v41_attention_cases import v41_attend_case, v41_index_case
+from support.attention_cases import BLOCK_SCALED, attend_case, prefill_case
+from support.v41_attention_cases import v41_index_case
 
 pytest.importorskip("triton")
 import triton
@@ -22,7 +22,6 @@ from dsv4_sglang.attention import (
     flashmla_scheduler,
     sparse_prefill,
     triton_attend,
-    triton_attend_v41,
     triton_index_v41,
     triton_metadata,
     triton_output,
@@ -55,10 +54,6 @@ def compile_launch(architecture: int, kernel: JITFunction, *args, grid, warmup, 
 
 def attend(splits: int = 1, **shape) -> None:
     triton_attend.attend(*attend_case(tokens=2, width=512, **shape).inputs(), splits=splits)
-
-
-def attend_v41(splits: int = 1, **shape) -> None:
-    triton_attend_v41.attend_v41(*v41_attend_case(tokens=2, width=512, **shape).v41_args(), splits=splits)
 
 
 def select_v41(ratio: int) -> None:
@@ -120,9 +115,9 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         (90, partial(attend, heads=128, splits=3)),
         (90, partial(attend, heads=16, q_dtype=torch.float16, splits=3)),
         (100, partial(attend, heads=64, splits=3)),
-        (86, partial(attend_v41, heads=16, q_dtype=torch.float32)),
-        (90, partial(attend_v41, heads=64)),
-        (100, partial(attend_v41, heads=64, splits=3)),
+        (86, partial(attend, heads=16, q_dtype=torch.float32, **BLOCK_SCALED)),
+        (90, partial(attend, heads=64, **BLOCK_SCALED)),
+        (100, partial(attend, heads=64, splits=3, **BLOCK_SCALED)),
         *((architecture, partial(select_v41, ratio)) for architecture, ratio in ((80, 1), (100, 2))),
         (90, latent),
         *((architecture, inverse_rope) for architecture in (90, 100)),

@@ -24,7 +24,7 @@ from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41 import V41LayerSchema, v41_layout
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
-from dsv4_sglang.formats.index_keys import mxfp4_values
+from dsv4_sglang.formats.quantise import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.ops.reference import chunks, read, read_v41

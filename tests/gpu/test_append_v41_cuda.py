@@ -11,8 +11,7 @@ from support.kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, reco
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401
-from dsv4_sglang.formats import KVBuffer
-from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.model.v41 import pair_rows
 
 pytestmark = pytest.mark.gpu
@@ -129,8 +128,8 @@ def test_non_finite_input_reaches_its_entries_only(ratio, value):
     for implementation, device in ((torch.ops.dsv4_sglang, "cpu"), (ops(), DEVICE)):
         read, written = case.on(device)
         case.append(implementation, read, written)
-        rows = [("ring", V41KVFormat.FP8, torch.tensor([128 + 131 % 128, 2 * 128 + 3]))]
-        rows += [("entries", V41KVFormat.FP4, case.read["out_loc"])] if ratio else []
+        rows = [("ring", KVFormat.MXFP8, torch.tensor([128 + 131 % 128, 2 * 128 + 3]))]
+        rows += [("entries", KVFormat.NVFP4, case.read["out_loc"])] if ratio else []
         for name, stored, at in rows:
             found = KVBuffer(written[name].cpu(), stored).read(at)
             assert found.isfinite().all(-1).tolist() == [False, True], (name, device)

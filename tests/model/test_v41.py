@@ -14,8 +14,7 @@ from support.layer import make_step
 
 import dsv4_sglang.ops  # noqa: F401
 from dsv4_sglang.cache.v41 import v41_layout
-from dsv4_sglang.formats import KVBuffer, make_kv_buffers
-from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.formats import KVBuffer, KVFormat, make_kv_buffers
 from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.v41 import (
     Csa2Role,
@@ -177,7 +176,7 @@ def rows_of_all_sizes() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kv_format", "trained"),
-    [(V41KVFormat.FP8, act_quant), (V41KVFormat.FP4, functools.partial(fp4_act_quant, block_size=16, e4m3_scale=True))],
+    [(KVFormat.MXFP8, act_quant), (KVFormat.NVFP4, functools.partial(fp4_act_quant, block_size=16, e4m3_scale=True))],
 )
 def test_rows_are_those_of_training(kv_format, trained):
     """The window has FP8 rows, the compressed entries FP4 rows."""
@@ -191,7 +190,7 @@ def test_rows_are_those_of_training(kv_format, trained):
 def test_layout_of_a_block():
     """All rows' data comes first, then their scales, as FlashMLA's V4.1 kernels read them."""
     x = rows_of_all_sizes()[6:8].float()
-    for kv_format in V41KVFormat:
+    for kv_format in (KVFormat.MXFP8, KVFormat.NVFP4):
         table = make_kv_buffers(1, 2, 2, kv_format, torch.device("cpu"))[0]
         KVBuffer(table, kv_format).write(torch.tensor([2, 3]), x)
         data, scales = kv_format.quantise(x)
@@ -208,8 +207,8 @@ def test_formats_equal_those_of_sglang():
         x.float().unflatten(-1, (-1, 32)).abs().amax(-1).amin(-1) <= 448e-4
     )  # FP8 scales have different floors (SPEC 11.4).
     for kv_format, layout, quantise, rows in (
-        (V41KVFormat.FP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
-        (V41KVFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
+        (KVFormat.MXFP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
+        (KVFormat.NVFP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
     ):
         assert (layout.data_bytes, layout.scale_bytes) == (kv_format.data_bytes, kv_format.scale_bytes)
         table = make_kv_buffers(1, 1, len(rows), kv_format, torch.device("cpu"))[0]

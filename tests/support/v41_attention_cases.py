@@ -1,55 +1,15 @@
-"""Inputs of `attend_v41` and `index_topk_v41` that cover all corner cases, made on the CPU from a seed. It is the
-counterpart of `attention_cases` for V4.1's tables."""
+"""Inputs of `index_topk_v41` that cover all corner cases, made on the CPU from a seed. It is the counterpart of
+`attention_cases` for V4.1's keys."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
-from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.formats import KeyFormat, KVBuffer
 from dsv4_sglang.ops.reference import read_v41
-from support.attention_cases import GARBAGE, AttendCase, IndexInputs, attend_case, index_inputs
-
-
-class V41AttendCase(AttendCase):
-    """Arguments of `attend_v41`, in order."""
-
-    def v41_args(self, device: torch.device | str = "cpu") -> tuple:
-        return self.args(device)[:-2]
-
-    def expected(self) -> Tensor:
-        return read_v41.attend_v41(*self.v41_args())
-
-
-def v41_table(blocks: int, per_block: int, stored: V41KVFormat, used: Tensor, g: torch.Generator) -> Tensor:
-    """Return random rows where `used`. The other bytes are NaN or the largest numbers, which must not reach the output
-    of an attention kernel. Channels and rows differ by powers of ten."""
-    table = torch.full((blocks, per_block, stored.row_bytes), 0xFF, dtype=torch.uint8)
-    if len(used):
-        values = torch.randn(len(used), 512, generator=g)
-        values[:, 300:310] *= 1e-2
-        values[:, 480:] *= 8
-        values *= 10.0 ** (torch.arange(len(used)) % 4 - 2)[:, None]
-        values[0, :32] = 0
-        KVBuffer(table, stored).write(used, values)
-    return table
-
-
-def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41AttendCase:
-    """Return the lists of `attend_case` over tables in V4.1's formats."""
-    plain = attend_case(per_block=per_block, seed=seed, kv_format=KVFormat.BF16, **given)
-    g = torch.Generator().manual_seed(seed)
-
-    def used(rows: Tensor) -> Tensor:
-        return rows[(rows >= 0) & (rows < GARBAGE)].unique()
-
-    window = v41_table(*plain.window.shape[:2], V41KVFormat.FP8, used(plain.window_indices), g)
-    entries = None
-    if plain.entries is not None:
-        entries = v41_table(*plain.entries.shape[:2], V41KVFormat.FP4, used(plain.entry_indices), g)
-    return V41AttendCase(**vars(replace(plain, window=window, entries=entries)))
+from support.attention_cases import IndexInputs, index_inputs
 
 
 @dataclass

@@ -7,9 +7,8 @@ them. As with `append`, attention reads the ring in a decode step and the `windo
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KVBuffer
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
-from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model.v41 import V41_RATIOS, pair_draft_tokens
 from dsv4_sglang.ops.reference.chunks import check, check_step, make_chunks, token_positions, write_window
 from dsv4_sglang.ops.rope import normalise_and_rotate, rms_norm, rotate, rounding
@@ -68,7 +67,7 @@ def append_v41(
     check_step("append_v41", kv.shape[0], slots.shape[0], ring, window, state, most)
     positions = token_positions(prefix_lens, query_start, token_request)
     rows = normalise_and_rotate(kv, kv_norm, eps, positions, rope, _round)
-    rings = KVBuffer(ring, V41KVFormat.FP8)
+    rings = KVBuffer(ring, KVFormat.MXFP8)
     for chunk in make_chunks(slots, prefix_lens, query_start):
         write_window(chunk, rows, rings, window, staging_slots)
         if ratio == 0:
@@ -85,7 +84,7 @@ def append_v41(
         finished = _round(rms_norm(pooled, latent_norm, eps))
         latents[closing] = finished.bfloat16()
         rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
-        KVBuffer(entries, V41KVFormat.FP4).write(out_loc[closing] // ratio, rotated)
+        KVBuffer(entries, KVFormat.NVFP4).write(out_loc[closing] // ratio, rotated)
 
 
 def _pool_pairs(step: Tensor, at: Tensor, compressor_state: Tensor, decode: bool) -> Tensor:

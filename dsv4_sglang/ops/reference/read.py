@@ -171,12 +171,13 @@ def attend(
     scale: float,
     kv_format: int,
     entry_owner: Tensor | None = None,
+    entry_format: int | None = None,
 ) -> Tensor:
     """Compute softmax attention over [window entries | compressed entries] with the sink; the inverse RoPE is applied
     (SPEC 2.2, 4.4, 4.5).
 
     Args:
-        q: [T, H, 512], normalised and rotated.
+        q: [T, H, 512], rotated, in V4 normalised too.
         sink: fp32 [H].
         window: KV buffer of the window entries.
         window_indices: int32 [T, W], indices of window entries, -1 for none. W is 128, or larger in a step whose tokens
@@ -188,18 +189,20 @@ def attend(
         positions: int64 [T].
         rope: fp32 [positions, 64].
         scale: factor of the logits.
-        kv_format: code of the format of both buffers.
+        kv_format: code of the format of `window`.
         entry_owner: int32 [T], row of `entry_indices` [B, K] that lists a token's entries, for tokens that share lists;
             None if row t belongs to token t.
+        entry_format: code of the format of `entries`; None for that of `window`. A CUDA device takes one format for
+            both, or MXFP8 window entries with NVFP4 entries.
 
     Returns:
         [T, H, 512] in q's dtype. The output of a token without keys is zero.
     """
-    stored = KVFormat.from_code(kv_format)
-    lists = [Listed(KVBuffer(window, stored), window_indices, window_lens)]
+    lists = [Listed(KVBuffer(window, KVFormat.from_code(kv_format)), window_indices, window_lens)]
     if entries is not None and entry_indices is not None and entry_lens is not None:
-        lists.append(Listed(KVBuffer(entries, stored), entry_indices, entry_lens, entry_owner))
-    return attend_to(q, sink, lists, positions, rope, scale)
+        stored = KVBuffer(entries, KVFormat.from_code(kv_format if entry_format is None else entry_format))
+        lists.append(Listed(stored, entry_indices, entry_lens, entry_owner))
+    return _attend_to(q, sink, lists, positions, rope, scale)
 
 
 class Listed(NamedTuple):
@@ -261,7 +264,7 @@ class _Entries:
         return of_rows.scatter_add_(-1, self.place.expand_as(weights), weights) @ self.values
 
 
-def attend_to(
+def _attend_to(
     q: Tensor,
     sink: Tensor,
     lists: Sequence[Listed],

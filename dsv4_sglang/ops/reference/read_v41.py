@@ -1,12 +1,11 @@
-"""`index_topk_v41` and `attend_v41`: selection and attention for the queries of a step of DeepSeek-V4.1 (SPEC 11.6)."""
+"""`index_topk_v41`: selection of entries for the queries of a step of DeepSeek-V4.1 (SPEC 11.6)."""
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KVBuffer
-from dsv4_sglang.formats.index_keys import mxfp4_values
-from dsv4_sglang.formats.v41_entries import V41KVFormat
-from dsv4_sglang.ops.reference.read import Candidates, Listed, attend_to, select
+from dsv4_sglang.formats.quantise import mxfp4_values
+from dsv4_sglang.ops.reference.read import Candidates, select
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
 
@@ -90,37 +89,4 @@ def index_topk_v41(
     )
 
 
-def attend_v41(
-    q: Tensor,
-    sink: Tensor,
-    window: Tensor,
-    window_indices: Tensor,
-    window_lens: Tensor,
-    entries: Tensor | None,
-    entry_indices: Tensor | None,
-    entry_lens: Tensor | None,
-    positions: Tensor,
-    rope: Tensor,
-    scale: float,
-) -> Tensor:
-    """Compute `attend` (`ops.reference.read`) over window entries of 528 B and compressed entries of 288 B (SPEC 11.4).
-
-    All 512 dims of both kinds of entries are quantised, after the rotation. The inverse RoPE is applied to the output.
-
-    Args:
-        q: [T, H, 512], rotated, not normalised.
-        window: uint8 [blocks, entries per block, 528].
-        entries: uint8 [blocks, 128 / ratio, 288], None without.
-        sink, window_indices, window_lens, entry_indices, entry_lens, positions, rope, scale: as in `attend`.
-
-    Returns:
-        [T, H, 512] in q's dtype. The output of a token without keys is zero.
-    """
-    lists = [Listed(KVBuffer(window, V41KVFormat.FP8), window_indices, window_lens)]
-    if entries is not None and entry_indices is not None and entry_lens is not None:
-        lists.append(Listed(KVBuffer(entries, V41KVFormat.FP4), entry_indices, entry_lens))
-    return attend_to(q, sink, lists, positions, rope, scale)
-
-
 torch.library.impl(f"{NAMESPACE}::index_topk_v41", "CPU", index_topk_v41)
-torch.library.impl(f"{NAMESPACE}::attend_v41", "CPU", attend_v41)

@@ -137,7 +137,8 @@ class LayerOps:
             positions=step.positions,
             rope=inputs.weights.rope,
             scale=scale,
-            kv_format=schema.kv_format,
+            kv_format=schema.ring_format,
+            entry_format=schema.entry_format,
             ratio=schema.ratio,
         )
         assert self.kernel is not None, "a layer comes after the beginning of its step"
