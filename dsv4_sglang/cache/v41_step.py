@@ -17,7 +17,7 @@ import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import KVFormat, make_kv_buffers
+from dsv4_sglang.formats import KeyFormat, KVFormat, make_kv_buffers
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, V41LayerSpec
 
 
@@ -140,13 +140,12 @@ class V41Step:
             blocks = self.config.candidate_topk_blocks
             self._candidates = torch.empty(tokens, blocks, dtype=torch.int32, device=device)
         self._rows = torch.empty(tokens, self.config.index_topk, dtype=torch.int32, device=device)
-        torch.ops.dsv4_sglang.index_topk_v41(
+        torch.ops.dsv4_sglang.index_topk(
             *(q, head_weights, self._owner(spec).index_keys),
             *(step.block_table, step.token_request, step.positions, weights.rope),
-            *(spec.ratio, self.config.candidate_block_size),
+            *(KeyFormat.MXFP4.code, head_weights, self._rows, spec.ratio, False, self.config.candidate_block_size),
             self._candidates if spec.keeps_candidates else None,
             self._candidates if spec.within_candidates else None,
-            self._rows,
         )
 
     def selected(self, layer: int) -> tuple[Tensor, Tensor] | None:

@@ -38,16 +38,13 @@ SCHEMAS = {
     ),
     "index_topk": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) entry_indices) -> ()"
+        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) entry_indices, int ratio=4, bool hadamard=True, "
+        "int candidate_block=0, Tensor(c!)? kept=None, Tensor? within=None) -> ()"
     ),
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
         "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, "
         "int kv_format, Tensor? entry_owner=None, int? entry_format=None) -> Tensor"
-    ),
-    "index_topk_v41": (
-        "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) entry_indices) -> ()"
     ),
     "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? rejected=None) -> ()",
     "gather_tables": (

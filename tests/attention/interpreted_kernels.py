@@ -18,7 +18,7 @@ from dsv4_sglang.attention import (
     metadata,
     sparse_prefill,
     triton_attend,
-    triton_index_v41,
+    triton_index,
     triton_metadata,
     triton_output,
 )
@@ -163,7 +163,7 @@ def test_selection_of_v41_rejects_unsupported_tensors():
         case = v41_index_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
         setattr(case, name, change(getattr(case, name)))
         with pytest.raises(ValueError, match=message):
-            case.select(8, op=triton_index_v41.index_topk_v41)
+            case.select(8, op=triton_index.index_topk)
 
 
 @pytest.mark.parametrize("op", [triton_output.inverse_rope, triton_output.inverse_rope_and_quantise])
@@ -220,8 +220,8 @@ def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
 def test_selection_of_v41(ratio, heads, top, size, most, equal, monkeypatch):
     """Entries and candidates equal the reference's, in slices of two tokens."""
     case = v41_index_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
-    monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 1000)
-    case.check(triton_index_v41.index_topk_v41, size, most)
+    monkeypatch.setattr(triton_index, "MAX_SCORES", 1000)
+    case.check(triton_index.index_topk, size, most)
 
 
 @pytest.mark.parametrize("behind", [0, 3])

@@ -22,7 +22,7 @@ from dsv4_sglang.attention import (
     flashmla_scheduler,
     sparse_prefill,
     triton_attend,
-    triton_index_v41,
+    triton_index,
     triton_metadata,
     triton_output,
     triton_softmax,
@@ -59,7 +59,7 @@ def attend(splits: int = 1, **shape) -> None:
 def select_v41(ratio: int) -> None:
     case = v41_index_case(lens=[(90, 92)], ratio=ratio, top=8)
     for kept, within in ((case.candidates(3), None), (None, torch.zeros(2, 3).int())):
-        case.select(8, kept, within, triton_index_v41.index_topk_v41)
+        case.select(8, kept, within, triton_index.index_topk)
 
 
 def inverse_rope() -> None:
@@ -140,7 +140,7 @@ def test_compiles(architecture: int, launch: Callable[[], None], monkeypatch, tm
     monkeypatch.setattr(JITFunction, "run", lambda *args, **given: compile_launch(architecture, *args, **given))
     monkeypatch.setattr(triton_softmax, "device_limits", lambda device: (SHARED[architecture], 132))
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", lambda q, *inputs: q)
-    monkeypatch.setattr(triton_index_v41, "_best", lambda orders, top: torch.zeros(len(orders), top).long())
+    monkeypatch.setattr(triton_index, "_best", lambda orders, top: torch.zeros(len(orders), top).long())
     launch()
 
 

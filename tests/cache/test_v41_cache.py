@@ -27,7 +27,7 @@ from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.formats.quantise import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
-from dsv4_sglang.ops.reference import chunks, read, read_v41
+from dsv4_sglang.ops.reference import chunks, read
 from dsv4_sglang.ops.rope import rope_table
 
 CPU = torch.device("cpu")
@@ -418,12 +418,12 @@ def short_compressor_state(monkeypatch) -> None:
 
 
 def entry_visible_a_token_early(monkeypatch) -> None:
-    plain, lens = read_v41.select, step_module.visible_entries
+    plain, lens = read.select, step_module.visible_entries
 
     def select(query, weights, table, blocks, owner, visible, *rest) -> None:
         plain(query, weights, table, blocks, owner, (visible + 1).clamp_max(LENGTH), *rest)
 
-    monkeypatch.setattr(read_v41, "select", select)
+    monkeypatch.setattr(read, "select", select)
     monkeypatch.setattr(step_module, "visible_entries", lambda lengths, *rest: lens(lengths + 1, *rest))
 
 

@@ -1,4 +1,4 @@
-"""`attend` of block-scaled entries and `index_topk_v41` on CUDA against the reference, and in CUDA graphs.
+"""`attend` of block-scaled entries and `index_topk` with candidates on CUDA against the reference, and in CUDA graphs.
 
 tests/cache/test_v41_cache.py compares the reference with a dense computation, on the GPU too.
 """
@@ -10,7 +10,7 @@ from support.kernel_cases import ops, recorded
 from support.v41_attention_cases import v41_index_case
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
-from dsv4_sglang.attention import triton_attend, triton_index_v41
+from dsv4_sglang.attention import triton_attend, triton_index
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +31,8 @@ def test_attend(heads, width, q_dtype, splits):
 @pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 512, 8, 100), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
 def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
     case = v41_index_case(lens=[(1977, 2100), (0, 3), (1299, 1300)], ratio=ratio, top=top, heads=heads, equal=equal)
-    monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 100_000)
-    case.check(ops().index_topk_v41, size, most, "cuda")
+    monkeypatch.setattr(triton_index, "MAX_SCORES", 100_000)
+    case.check(ops().index_topk, size, most, "cuda")
 
 
 def test_in_a_graph():
@@ -41,20 +41,19 @@ def test_in_a_graph():
     case, other = (v41_index_case(lens=[(300, 306)], ratio=1, top=24, seed=seed) for seed in (0, 1))
     args = one.args("cuda")
     rows, kept = (torch.zeros(6, n, dtype=torch.int32, device="cuda") for n in (24, 5))
-    inputs = [x.cuda() if isinstance(x, torch.Tensor) else x for x in list(vars(case).values())[:-1]]
+    inputs = case.args(8, rows)
 
     def run() -> torch.Tensor:
-        ops().index_topk_v41(*inputs, 8, kept, None, rows)
-        ops().index_topk_v41(*inputs, 8, None, kept, rows)
+        ops().index_topk(*inputs, kept, None)
+        ops().index_topk(*inputs, None, kept)
         return ops().attend(*args)
 
     graph, out = recorded(run, warm_up=True)
     for tensor, now in zip(args, two.args("cuda")):
         if isinstance(tensor, torch.Tensor):
             tensor.copy_(now)
-    for tensor, now in zip(inputs, list(vars(other).values())[:-1]):
-        if isinstance(tensor, torch.Tensor):
-            tensor.copy_(now)
+    for tensor, now in zip(inputs[:7], other.args(8, rows)):
+        tensor.copy_(now)
     graph.replay()
     assert_attends(out, two, BOUND[torch.bfloat16])
     expected = other.candidates(5)

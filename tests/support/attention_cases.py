@@ -106,8 +106,9 @@ def attend_case(
     seed: int = 0,
 ) -> AttendCase:
     """`entry_format`: of compressed entries, None: `kv_format`. `lens`: (window, entries) a token, cycled; default
-    every corner. `width`: of the entry list, None: no entries; `per_block`: rows a block of the entry table, None: one block, with an odd number of rows; `ring_rows`: rows a block
-    of the window table; `shared`: number of entry lists, which the tokens share, 0: one a token.
+    every corner. `width`: of the entry list, None: no entries; `per_block`: rows a block of the entry table, None: one
+    block, with an odd number of rows; `ring_rows`: rows a block of the window table; `shared`: number of entry lists,
+    which the tokens share, 0: one a token.
     """
     g = torch.Generator().manual_seed(seed)
     k = width or 0
@@ -238,7 +239,7 @@ def assert_quantised(codes: Tensor, scales: Tensor, values: Tensor, share: float
 
 @dataclass
 class IndexInputs:
-    """The first arguments of `index_topk` and `index_topk_v41`, in order."""
+    """The first arguments of `index_topk`, in order."""
 
     q: Tensor
     weights: Tensor

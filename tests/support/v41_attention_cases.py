@@ -1,4 +1,4 @@
-"""Inputs of `index_topk_v41` that cover all corner cases, made on the CPU from a seed. It is the counterpart of
+"""Inputs of `index_topk` with candidates that cover all corner cases, made on the CPU from a seed. It is the counterpart of
 `attention_cases` for V4.1's keys."""
 
 from collections.abc import Callable
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KVBuffer
-from dsv4_sglang.ops.reference import read_v41
+from dsv4_sglang.ops.reference import read
 from support.attention_cases import IndexInputs, index_inputs
 
 
 @dataclass
 class V41IndexCase(IndexInputs):
-    """Arguments of `index_topk_v41` without those for candidates and the output."""
+    """Arguments of `index_topk` without those for candidates and the output."""
 
     ratio: int
     top: int
@@ -25,7 +25,7 @@ class V41IndexCase(IndexInputs):
 
     @property
     def query(self) -> Tensor:
-        return read_v41.index_query_v41(self.q, self.positions, self.rope)
+        return read.index_query(self.q, self.positions, self.rope, KeyFormat.MXFP4, hadamard=False)
 
     def rows_of(self, request: int) -> Tensor:
         """Return the table row of every entry that the request can have."""
@@ -50,17 +50,21 @@ class V41IndexCase(IndexInputs):
         size: int,
         kept: Tensor | None = None,
         within: Tensor | None = None,
-        op: Callable = torch.ops.dsv4_sglang.index_topk_v41,
+        op: Callable = torch.ops.dsv4_sglang.index_topk,
         device: torch.device | str = "cpu",
     ) -> Tensor:
         """Return the rows [tokens, top] that the op selects, and write `kept`."""
-        inputs = [x.to(device) if isinstance(x, Tensor) else x for x in list(vars(self).values())[:-1]]
         rows = torch.full((len(self.positions), self.top), -7, dtype=torch.int32, device=device)
         moved = [None if x is None else x.to(device) for x in (kept, within)]
-        op(*inputs, size, *moved, rows)
+        op(*self.args(size, rows), *moved)
         if kept is not None:
             kept.copy_(moved[0])
         return rows.cpu()
+
+    def args(self, size: int, rows: Tensor) -> tuple:
+        """Return the arguments of the op before the candidates. `rows` receives the selection."""
+        inputs = [x.to(rows.device) for x in list(vars(self).values())[:-2]]
+        return *inputs, KeyFormat.MXFP4.code, rows.new_zeros(0).float(), rows, self.ratio, False, size
 
     def check(self, op: Callable, size: int, most: int, device: torch.device | str = "cpu") -> None:
         """Check that `op` selects and chooses candidates as the reference."""
