@@ -70,7 +70,7 @@ class AttendInputs(NamedTuple):
         """Return the inputs from the op's arguments after `q`."""
         lists, (positions, rope, scale, window_code, *more) = args[:6], args[6:]
         owner, entry_code = more[0] if more else None, more[1] if len(more) > 1 else None
-        entries = None if any(x is None for x in lists[3:]) else EntryList(*lists[3:], owner)
+        entries = None if any(x is None for x in lists[3:]) else EntryList(lists[3], lists[4], lists[5], owner)
         kv_format = KVFormat.from_code(window_code)
         entry_format = kv_format if entry_code is None else KVFormat.from_code(entry_code)
         window = EntryList(*lists[:3])
@@ -108,7 +108,7 @@ class AttentionKernel(ABC):
             device: device of the KV buffers.
             heads: query heads of a layer.
             dtype: dtype of the queries [T, heads, 512].
-            kv_format: format of the KV entries.
+            kv_format: format of window entries.
         """
 
     @abstractmethod

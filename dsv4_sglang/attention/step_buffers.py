@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.model.geometry import HCA_RATIO, WINDOW
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 gather_tables = getattr(torch.ops, NAMESPACE).gather_tables
@@ -49,6 +51,7 @@ class DecodeBuffers:
         tokens_per_request: tokens of each request in a step.
         sees_block: each token attends to the 128 tokens before the step and to all tokens of the step, as in a block
             that is drafted at once (DSPARK). Otherwise it attends to the 128 tokens that end with itself.
+        limits: most entries that a token reads, by their ratio (`layer_spec.entry_limits`).
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class DecodeBuffers:
         ring_rows: int = WINDOW,
         tokens_per_request: int = 1,
         sees_block: bool = False,
+        *,
+        limits: Mapping[int, int | None],
     ) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -70,10 +75,11 @@ class DecodeBuffers:
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.window_indices, self.window_lens = ints(tokens, align(self.window_len)), ints(tokens)
-        self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
+        self.limits, self.entry_lens = limits, {ratio: ints(tokens) for ratio in limits}
         self.block_table = ints(max_requests, align(max_blocks))
         # With one token per request, its HCA entries are the blocks of the request.
-        self.hca_indices = self.block_table if tokens_per_request == 1 else ints(tokens, align(max_blocks))
+        lists_blocks = tokens_per_request > 1 and HCA_RATIO in limits
+        self.hca_indices = ints(tokens, align(max_blocks)) if lists_blocks else self.block_table
         self.copy_src, self.copy_dst = ints(max_requests), ints(max_requests)
         # Constant, because each request has the same number of tokens.
         self.query_start = tokens_per_request * torch.arange(max_requests + 1, dtype=torch.int32, device=device)
@@ -93,10 +99,18 @@ class PrefillBuffers:
         max_blocks: blocks of the longest context; 0 for layers without compressed entries.
         staging_slots: state slots that hold the snapshots of a step until its end.
         device: device of the tensors.
+        limits: as in `DecodeBuffers`.
     """
 
     def __init__(
-        self, tokens: int, requests: int, max_blocks: int, staging_slots: range, device: torch.device | str
+        self,
+        tokens: int,
+        requests: int,
+        max_blocks: int,
+        staging_slots: range,
+        device: torch.device | str,
+        *,
+        limits: Mapping[int, int | None],
     ) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -119,8 +133,8 @@ class PrefillBuffers:
         self.token_request, self.token_staging_slots = ints(tokens), ints(tokens)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.window_indices, self.window_lens = ints(tokens, WINDOW), ints(tokens)
-        self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
-        self.hca_indices = ints(tokens, align(max_blocks))
+        self.limits, self.entry_lens = limits, {ratio: ints(tokens) for ratio in limits}
+        self.hca_indices = ints(tokens, align(max_blocks) if HCA_RATIO in limits else 0)
 
     def clear(self) -> None:
         """Make all tokens padding tokens, with no snapshot due."""

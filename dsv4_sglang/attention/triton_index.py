@@ -128,8 +128,8 @@ def index_topk(
     if hadamard or key_format != KeyFormat.MXFP4.code:
         raise ValueError(
             f"index_topk: keys of ratio {ratio} in {KeyFormat.from_code(key_format).value}, "
-            f"{'with' if hadamard else 'without'} the Hadamard transform; expected mxfp4 without it, or ratio 4 with it "
-            "and without candidates"
+            f"{'with' if hadamard else 'without'} the Hadamard transform; expected mxfp4 without it, or ratio 4 with "
+            "it and without candidates"
         )
     reject_two_levels_at_once(kept, within)
     per_block = BLOCK_TOKENS // ratio

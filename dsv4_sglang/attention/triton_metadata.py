@@ -6,16 +6,19 @@ read lengths on the device, so nothing depends on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, HCA_RATIO, WINDOW
 
 if TYPE_CHECKING:
     from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
+
+# Limit of entries of which a token reads all visible ones.
+_UNLIMITED = (1 << 31) - 1
 
 
 @triton.jit
@@ -31,10 +34,11 @@ def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
 #   inputs of a request: state slot int32 [B], length [B], mask bool [B] and slot [B] of the snapshots that are due
 #   (read if the step takes snapshots), block table int32 [B, table_columns]
 #   outputs of a request: slots and prefix_lens int32 [B]
-#   outputs of a token: positions int64 [T], window_indices int32 [T, LISTED], three lens int32 [T], hca_indices int32
-#   [T, table_columns] (with several tokens per request)
+#   outputs of a token: positions int64 [T], window_indices int32 [T, LISTED], window lens int32 [T], entry lens int32
+#   [T] of ratios A and B (0: none), hca_indices int32 [T, table_columns] (LISTS_BLOCKS and several tokens per request)
 #   copies of snapshots: copy_src and copy_dst int32 [B]
-#   numbers: length before the step minus given length, top k of CSA, entries of a ring, columns of the block table
+#   numbers: length before the step minus given length, most entries of ratios A and B, entries of a ring, columns of
+#   the block table
 @triton.jit
 def _decode_kernel(
     state_slots_ptr,
@@ -47,13 +51,14 @@ def _decode_kernel(
     positions_ptr,
     window_indices_ptr,
     window_lens_ptr,
-    csa_lens_ptr,
-    hca_lens_ptr,
+    lens_a_ptr,
+    lens_b_ptr,
     hca_indices_ptr,
     copy_src_ptr,
     copy_dst_ptr,
     length_offset,
-    top_k,
+    limit_a,
+    limit_b,
     ring_rows,
     table_columns,
     TOKENS_PER_REQUEST: tl.constexpr,
@@ -62,8 +67,10 @@ def _decode_kernel(
     WINDOW_LEN: tl.constexpr,
     LISTED: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CSA_RATIO: tl.constexpr,
-    HCA_RATIO: tl.constexpr,
+    RATIO_A: tl.constexpr,
+    RATIO_B: tl.constexpr,
+    LISTS_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
     """Grid (tokens)."""
@@ -78,17 +85,19 @@ def _decode_kernel(
     tl.store(positions_ptr + t, position.to(tl.int64))
     seen = tl.where(real, prefix + TOKENS_PER_REQUEST, 0) if SEES_BLOCK else length
     tl.store(window_lens_ptr + t, tl.minimum(seen, WINDOW_LEN))
-    tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
-    tl.store(hca_lens_ptr + t, length // HCA_RATIO)
+    if RATIO_A:
+        tl.store(lens_a_ptr + t, tl.minimum(length // RATIO_A, limit_a))
+    if RATIO_B:
+        tl.store(lens_b_ptr + t, tl.minimum(length // RATIO_B, limit_b))
     column = tl.arange(0, COLUMNS)
     entry = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
     tl.store(window_indices_ptr + t * LISTED + column, entry, mask=column < WINDOW_LEN)
-    if TOKENS_PER_REQUEST > 1:
+    if LISTS_BLOCKS and TOKENS_PER_REQUEST > 1:
         blocks_ptr, list_ptr = (
             block_table_ptr + b.to(tl.int64) * table_columns,
             hca_indices_ptr + t.to(tl.int64) * table_columns,
         )
-        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // BLOCK, table_columns), COLUMNS_AT_ONCE)
     if t % TOKENS_PER_REQUEST == 0:
         tl.store(slots_ptr + b, slot)
         tl.store(prefix_lens_ptr + b, prefix)
@@ -98,22 +107,51 @@ def _decode_kernel(
             tl.store(copy_dst_ptr + b, tl.where(due, tl.load(snapshot_slots_ptr + b).to(tl.int32), -1))
 
 
+class _Lens(NamedTuple):
+    """Entry lens of a step, as arguments of a kernel.
+
+    Attributes:
+        tensors: int32 [T] of ratios A and B.
+        limits: most entries of each.
+        ratios: the ratios as constants, 0 for none.
+    """
+
+    tensors: tuple[Tensor, Tensor]
+    limits: tuple[int, int]
+    ratios: dict[str, int | bool]
+
+    @classmethod
+    def of(cls, buffers: DecodeBuffers | PrefillBuffers) -> _Lens:
+        """Return the lens in `buffers`.
+
+        Raises:
+            ValueError: layers read entries of more ratios than the kernels have arguments for.
+        """
+        if len(buffers.limits) > 2:
+            raise ValueError(f"layers read entries of the ratios {list(buffers.limits)}; expected at most two")
+        lens = [(buffers.entry_lens[ratio], limit, ratio) for ratio, limit in buffers.limits.items()]
+        (a, limit_a, ratio_a), (b, limit_b, ratio_b) = (*lens, *[(buffers.window_lens, 0, 0)] * 2)[:2]
+        limits = tuple(_UNLIMITED if limit is None else limit for limit in (limit_a, limit_b))
+        constants = {"RATIO_A": ratio_a, "RATIO_B": ratio_b, "LISTS_BLOCKS": HCA_RATIO in buffers.limits}
+        return cls((a, b), (limits[0], limits[1]), constants)
+
+
 def build(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
     length_offset: int,
     snapshot_mask: Tensor | None,
     snapshot_slots: Tensor | None,
-    top_k: int,
 ) -> None:
     """Fill the buffers of a decode step.
 
     Args:
         buffers: receives the metadata. Without `snapshot_mask` and `snapshot_slots`, `copy_src` and `copy_dst` are not
             written.
-        seq_lens, length_offset, snapshot_mask, snapshot_slots, top_k: as in `metadata.build_decode`.
+        seq_lens, length_offset, snapshot_mask, snapshot_slots: as in `metadata.build_decode`.
     """
     takes_snapshots, listed = snapshot_mask is not None and snapshot_slots is not None, buffers.window_indices.shape[1]
+    lens = _Lens.of(buffers)
     _decode_kernel[(seq_lens.shape[0] * buffers.tokens_per_request,)](
         buffers.state_slots,
         seq_lens,
@@ -125,13 +163,12 @@ def build(
         buffers.positions,
         buffers.window_indices,
         buffers.window_lens,
-        buffers.csa_lens,
-        buffers.hca_lens,
+        *lens.tensors,
         buffers.hca_indices,
         buffers.copy_src,
         buffers.copy_dst,
         length_offset,
-        top_k,
+        *lens.limits,
         buffers.ring_rows,
         buffers.block_table.shape[1],
         TOKENS_PER_REQUEST=buffers.tokens_per_request,
@@ -140,8 +177,8 @@ def build(
         WINDOW_LEN=buffers.window_len,
         LISTED=listed,
         COLUMNS=triton.next_power_of_2(listed),
-        CSA_RATIO=CSA_RATIO,
-        HCA_RATIO=HCA_RATIO,
+        **lens.ratios,
+        BLOCK=BLOCK_TOKENS,
         COLUMNS_AT_ONCE=256,
         num_warps=1,
     )
@@ -151,9 +188,10 @@ def build(
 #   inputs of a request: state slot, prefix length and chunk length int32 [B], block table int32 [B, table_columns]
 #   inputs of its snapshots: staging slot and length int32 [B, K]
 #   outputs of a request: slots int32 [B], query_start int32 [B + 1]
-#   outputs of a token: request and staging slot int32 [T], positions int64 [T], window_indices int32 [T, WINDOW], three
-#   lens int32 [T], hca_indices int32 [T, table_columns]
-#   numbers: T, requests, K, top k of CSA, columns of the block table
+#   outputs of a token: request and staging slot int32 [T], positions int64 [T], window_indices int32 [T, WINDOW],
+#   window lens int32 [T], entry lens int32 [T] of ratios A and B (0: none), hca_indices int32 [T, table_columns]
+#   (LISTS_BLOCKS)
+#   numbers: T, requests, K, most entries of ratios A and B, columns of the block table
 @triton.jit
 def _prefill_kernel(
     state_slots_ptr,
@@ -169,20 +207,22 @@ def _prefill_kernel(
     positions_ptr,
     window_indices_ptr,
     window_lens_ptr,
-    csa_lens_ptr,
-    hca_lens_ptr,
+    lens_a_ptr,
+    lens_b_ptr,
     hca_indices_ptr,
     tokens,
     requests,
     most_snapshots,
-    top_k,
+    limit_a,
+    limit_b,
     table_columns,
     REQUESTS: tl.constexpr,
     SNAPSHOTS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
-    CSA_RATIO: tl.constexpr,
-    HCA_RATIO: tl.constexpr,
+    RATIO_A: tl.constexpr,
+    RATIO_B: tl.constexpr,
+    LISTS_BLOCKS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
     """Grid (tokens). REQUESTS, above `requests`, and SNAPSHOTS, at least `most_snapshots`, are powers of two."""
@@ -199,8 +239,10 @@ def _prefill_kernel(
     tl.store(token_request_ptr + t, b)
     tl.store(positions_ptr + t, position.to(tl.int64))
     tl.store(window_lens_ptr + t, tl.minimum(length, WINDOW))
-    tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
-    tl.store(hca_lens_ptr + t, length // HCA_RATIO)
+    if RATIO_A:
+        tl.store(lens_a_ptr + t, tl.minimum(length // RATIO_A, limit_a))
+    if RATIO_B:
+        tl.store(lens_b_ptr + t, tl.minimum(length // RATIO_B, limit_b))
     column = tl.arange(0, WINDOW)
     first = start + WINDOW * (b + 1) - prefix + tl.maximum(length - WINDOW, 0)
     tl.store(window_indices_ptr + t * WINDOW + column, first + column)
@@ -209,9 +251,10 @@ def _prefill_kernel(
     slot = tl.load(staging_slots_ptr + at, mask=snapshot < most_snapshots, other=-1)
     holds = tl.load(snapshot_lens_ptr + at, mask=snapshot < most_snapshots, other=0) // BLOCK == position // BLOCK + 1
     tl.store(token_staging_slots_ptr + t, tl.max(tl.where(holds, slot, -1), 0))
-    blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
-    list_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
-    _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+    if LISTS_BLOCKS:
+        blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
+        list_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
+        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // BLOCK, table_columns), COLUMNS_AT_ONCE)
     if t == 0:
         slots = tl.load(state_slots_ptr + request, mask=request <= requests, other=0)
         tl.store(slots_ptr + request, tl.where(slots > 0, slots, -1), mask=request <= requests)
@@ -219,14 +262,14 @@ def _prefill_kernel(
         tl.store(query_start_ptr + requests + 1, tokens)
 
 
-def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
+def build_prefill(buffers: PrefillBuffers, tokens: int) -> None:
     """Derive the metadata of a prefill step from the inputs in `buffers`.
 
     Args:
         buffers: inputs and derived tensors.
         tokens: number of tokens of the step.
-        top_k: entries that a token selects in a CSA layer.
     """
+    lens = _Lens.of(buffers)
     _prefill_kernel[(tokens,)](
         buffers.state_slots,
         buffers.prefix_lens,
@@ -241,20 +284,18 @@ def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
         buffers.positions,
         buffers.window_indices,
         buffers.window_lens,
-        buffers.csa_lens,
-        buffers.hca_lens,
+        *lens.tensors,
         buffers.hca_indices,
         tokens,
         buffers.requests,
         buffers.most_snapshots,
-        top_k,
+        *lens.limits,
         buffers.block_table.shape[1],
         REQUESTS=triton.next_power_of_2(buffers.requests + 1),
         SNAPSHOTS=triton.next_power_of_2(buffers.most_snapshots),
         WINDOW=WINDOW,
         BLOCK=BLOCK_TOKENS,
-        CSA_RATIO=CSA_RATIO,
-        HCA_RATIO=HCA_RATIO,
+        **lens.ratios,
         COLUMNS_AT_ONCE=256,
         num_warps=1,
     )

@@ -26,14 +26,14 @@ SCHEMAS = {
         "Tensor(c!) swa_inv, Tensor(d!) swa_pos, Tensor(e!) swa_head, int rope_dim) -> ()"
     ),
     "append_v41": (
-        "(Tensor kv, Tensor? compressor, Tensor kv_norm, Tensor? latent_norm, Tensor rope, float eps, int ratio, "
+        "(Tensor kv, Tensor? kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor rope, float eps, int ratio, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
         "Tensor? staging_slots, "
         "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? latents, "
         "Tensor(e!)? window) -> ()"
     ),
     "append_v41_keys": (
-        "(Tensor keys, Tensor key_norm, Tensor rope, float eps, int ratio, Tensor slots, Tensor prefix_lens, "
+        "(Tensor keys, Tensor index_norm, Tensor rope, float eps, int ratio, Tensor slots, Tensor prefix_lens, "
         "Tensor query_start, Tensor token_request, Tensor out_loc, Tensor(a!) index_keys) -> ()"
     ),
     "index_topk": (

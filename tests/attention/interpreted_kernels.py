@@ -23,12 +23,17 @@ from dsv4_sglang.attention import (
     triton_output,
 )
 from dsv4_sglang.attention.base import AttendInputs
+from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.srt.models import triton_latent
 
 # The interpreter truncates bf16 where hardware rounds.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+# Most entries that a token reads: of V4, of V4.1, and of a draft model, whose layers read none.
+LIMITS = (v4_limits(64), {2: 64, 1: 64}, {})
 
 
 def attended(case: AttendCase, splits: int) -> torch.Tensor:
@@ -271,17 +276,19 @@ def test_inverse_rope_and_quantise():
         (False, 136, 7, 0, True),
     ],
 )
-def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_decode_metadata(tracks, ring_rows, each, before, sees_block, limits):
     """Every output of the launch equals PyTorch's, for requests with few and many visible entries and for padding."""
     owned = torch.tensor([6, 7, 2, 0, 5, 0])
     seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
     mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
 
     def tensors(buffers: metadata.DecodeBuffers) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
+        named = {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
+        return named | {f"lens of ratio {ratio}": lens for ratio, lens in buffers.entry_lens.items()}
 
     def make() -> metadata.DecodeBuffers:
-        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block)
+        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block, limits=limits)
         for name, tensor in tensors(buffers).items():
             if name not in ("query_start", "token_request"):
                 tensor.fill_(-9)
@@ -289,22 +296,23 @@ def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
         return buffers
 
     expected, got = make(), make()
-    metadata._fill_decode(expected, seq_lens, before, mask, to, top_k=64)
-    triton_metadata.build(got, seq_lens, before, mask, to, 64)
-    for name, tensor in tensors(expected).items():
-        assert torch.equal(tensor, getattr(got, name)), name
+    metadata._fill_decode(expected, seq_lens, before, mask, to)
+    triton_metadata.build(got, seq_lens, before, mask, to)
+    for (name, tensor), other in zip(tensors(expected).items(), tensors(got).values()):
+        assert torch.equal(tensor, other), name
 
 
 @pytest.mark.parametrize("tokens", [400, 257])
 @pytest.mark.parametrize("chunks", [[257], [1, 130, 60, 66], []])
-def test_prefill_metadata(chunks, tokens):
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_prefill_metadata(chunks, tokens, limits):
     """Every output of the launch equals PyTorch's.
 
     The cases have prefixes of any length, snapshots, requests without a slot, and padding.
     """
 
     def make() -> metadata.PrefillBuffers:
-        buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
+        buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu", limits=limits)
         for name in ("slots", "query_start", "token_request", "token_staging_slots", "positions", "window_indices"):
             getattr(buffers, name).fill_(-9)
         n = len(chunks)
@@ -317,13 +325,15 @@ def test_prefill_metadata(chunks, tokens):
         return buffers
 
     expected, got = make(), make()
-    metadata._derive(expected, tokens, torch.zeros(tokens, dtype=torch.int64), top_k=64)
-    triton_metadata.build_prefill(got, tokens, 64)
+    metadata._derive(expected, tokens, torch.zeros(tokens, dtype=torch.int64))
+    triton_metadata.build_prefill(got, tokens)
     for name, tensor in vars(expected).items():
         if isinstance(tensor, torch.Tensor) and name != "hca_indices":
             assert torch.equal(tensor, getattr(got, name)), name
-    for token in range(tokens):
-        seen = int(expected.hca_lens[token])
+    for ratio in limits:
+        assert torch.equal(expected.entry_lens[ratio], got.entry_lens[ratio]), ratio
+    for token in range(tokens if 128 in limits else 0):
+        seen = int(expected.entry_lens[128][token])
         assert torch.equal(got.hca_indices[token, :seen], expected.hca_indices[token, :seen])
 
 

@@ -28,12 +28,14 @@ from dsv4_sglang.attention import (
     triton_softmax,
 )
 from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
+from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.srt.models import triton_latent
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")]
 
 # The shared memory per thread block on sm_80, sm_90 and sm_100, and on sm_86 and sm_89.
+LIMITS, V41_LIMITS = v4_limits(512), {2: 512, 1: 512}
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -75,14 +77,14 @@ def sparse(kv_format: KVFormat) -> None:
     kernel.attend(*case.inputs(), output_is_rotated=True)
 
 
-def decode_metadata(each: int, sees_block: bool, tracks: bool) -> None:
-    buffers = DecodeBuffers(4, 64, "cpu", 136, each, sees_block)
+def decode_metadata(each: int, sees_block: bool, tracks: bool, limits: dict[int, int | None] = LIMITS) -> None:
+    buffers = DecodeBuffers(4, 64, "cpu", 136, each, sees_block, limits=limits)
     track = (torch.ones(2).bool(), torch.ones(2).long()) if tracks else (None, None)
-    triton_metadata.build(buffers, torch.ones(2).long(), -1, *track, 512)
+    triton_metadata.build(buffers, torch.ones(2).long(), -1, *track)
 
 
-def prefill_metadata() -> None:
-    triton_metadata.build_prefill(PrefillBuffers(2048, 32, 64, range(20, 60), "cpu"), 2048, 512)
+def prefill_metadata(limits: dict[int, int | None] = LIMITS) -> None:
+    triton_metadata.build_prefill(PrefillBuffers(2048, 32, 64, range(20, 60), "cpu", limits=limits), 2048)
 
 
 def schedule(entries: bool) -> None:
@@ -128,9 +130,10 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         *(
             (architecture, partial(decode_metadata, *shape))
             for architecture in (80, 90)
-            for shape in ((1, False, True), (4, False, False), (7, True, False))
+            for shape in ((1, False, True), (4, False, False), (7, True, False, {}), (1, False, True, V41_LIMITS))
         ),
         *((architecture, prefill_metadata) for architecture in (80, 90)),
+        (90, partial(prefill_metadata, V41_LIMITS)),
         *((architecture, partial(schedule, entries)) for architecture in (90, 100) for entries in (False, True)),
     ],
     ids=launch_id,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.attention.metadata import StepMetadata, build_prefill
+from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.reference import read
@@ -171,14 +172,14 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         state_slot_of_request=torch.arange(4),
         staging_slots=None,
         snapshot_lens=None,
-        top_k=top,
+        limits=v4_limits(top),
         max_length=max(lengths),
         padding=padding,
     )
     entries = entry_indices = entry_lens = entry_owner = None
     if ratio == 4:
         entries = kv_buffer(8, 32, kv_format, torch.arange(256), 3.0, g)
-        entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.csa_lens
+        entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.entry_lens[4]
         for t, n in enumerate(entry_lens.tolist()):
             entry = torch.randperm((int(positions[t]) + 1) // 4, generator=g)[:n].sort().values
             entry_indices[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32

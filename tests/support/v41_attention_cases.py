@@ -1,4 +1,4 @@
-"""Inputs of `index_topk` with candidates that cover all corner cases, made on the CPU from a seed. It is the counterpart of
+"""Inputs of `index_topk` with candidates that cover all corner cases, made on the CPU from a seed: the counterpart of
 `attention_cases` for V4.1's keys."""
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The cache ops of a model's layers. Each layer runs one append, one selection (CSA layers only) and one attention
+"""The cache ops of a model's layers. Each layer runs one append, a selection if it has an indexer, and one attention
 kernel."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, EntryList, LayerOutput
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
-from dsv4_sglang.cache.schema import LayerCacheSchema
+from dsv4_sglang.cache.layer_spec import LayerKVSpec, Selection, source_of
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES, SCRATCH_BYTES, StepScratch
 
 
 class IndexQuery(NamedTuple):
-    """Indexer inputs of a CSA layer: raw queries `[T, Hi, 128]` and head weights `[T, Hi]` fp32.
+    """Indexer inputs of a layer that selects entries: raw queries `[T, Hi, 128]` and head weights `[T, Hi]` fp32.
 
     The weights come without the scale factors 128^-0.5 and Hi^-0.5, which do not change the selection (SPEC 4.1).
     `wait` must be called before either is read: another stream may still compute the query.
@@ -41,7 +41,8 @@ class LayerInputs(NamedTuple):
             attention kernels that do not fuse it.
         kv_score: as in `cache.append.Projections`.
         index_kv_score: as in `cache.append.Projections`.
-        index_query: indexer inputs of a CSA layer.
+        index_query: indexer inputs of a layer that selects entries.
+        keys_of: as in `cache.append.append_layer`.
     """
 
     weights: LayerWeights
@@ -51,13 +52,14 @@ class LayerInputs(NamedTuple):
     kv_score: Tensor | None = None
     index_kv_score: Tensor | None = None
     index_query: IndexQuery | None = None
+    keys_of: Callable[[Tensor], Tensor] | None = None
 
 
 class LayerOps:
     """The cache ops of all layers of a model.
 
     Args:
-        schemas: schema of each layer.
+        specs: spec of each layer.
         tables: cache tensors of each layer.
         kernels: attention kernels, fastest first. The last one takes any step.
         heads: query heads of a layer in this process.
@@ -66,13 +68,15 @@ class LayerOps:
 
     def __init__(
         self,
-        schemas: Sequence[LayerCacheSchema],
+        specs: Sequence[LayerKVSpec],
         tables: Sequence[LayerTables],
         kernels: Sequence[AttentionKernel],
         heads: int,
         scratch: StepScratch,
     ) -> None:
-        self.schemas, self.tables, self.kernels = schemas, tables, kernels
+        self.specs, self.tables, self.kernels = specs, tables, kernels
+        # For each layer, the one whose entries it attends to.
+        self.sources = [source_of(specs, layer) for layer in range(len(specs))]
         self.heads, self.scratch = heads, scratch
         # Attention kernel of the current step.
         self.kernel: AttentionKernel | None = None
@@ -105,10 +109,16 @@ class LayerOps:
         return self.scratch.padded_query(tokens, heads)
 
     def append(
-        self, layer: int, weights: LayerWeights, inputs: Projections, step: StepMetadata, window: Tensor | None
+        self,
+        layer: int,
+        weights: LayerWeights,
+        inputs: Projections,
+        step: StepMetadata,
+        window: Tensor | None,
+        keys_of: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Write all cache contents that a layer keeps of the step's tokens. Arguments as in `append_layer`."""
-        append_layer(self.schemas[layer], self.tables[layer], weights, inputs, step, window)
+        append_layer(self.specs[layer], self.tables[layer], weights, inputs, step, window, keys_of)
 
     def attend(
         self, q: Tensor, layer: int, scale: float, inputs: LayerInputs, step: StepMetadata, window: Tensor | None
@@ -123,49 +133,71 @@ class LayerOps:
             step: metadata of the step.
             window: window workspace of a prefill step; None in a decode step, which reads the ring.
         """
-        schema, tables = self.schemas[layer], self.tables[layer]
-        entries = None
-        if schema.ratio:
-            assert tables.entries is not None
-            lists = (self._select(layer, inputs, step), step.csa_lens) if schema.has_indexer else step.hca_list()
-            entries = EntryList(tables.entries, *lists)
+        spec, tables, source = self.specs[layer], self.tables[layer], self.sources[layer]
         read = AttendInputs(
             sink=inputs.sink[: q.shape[1]],
             heads=self.heads,
             window=EntryList(tables.ring if window is None else window, step.window_indices, step.window_lens),
-            entries=entries,
+            entries=self._entries(layer, inputs, step),
             positions=step.positions,
             rope=inputs.weights.rope,
             scale=scale,
-            kv_format=schema.ring_format,
-            entry_format=schema.entry_format,
-            ratio=schema.ratio,
+            kv_format=spec.ring_format,
+            entry_format=spec.entry_format,
+            ratio=self.specs[source].ratio,
         )
         assert self.kernel is not None, "a layer comes after the beginning of its step"
         inputs.wait_for_query()
         return self.kernel.attend(q, read, output_is_rotated=inputs.accepts_rotated_output)
 
-    def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
-        """Return the buffer indices of the entries that each token selects, int32 [T, top_k], -1 for none."""
+    def _entries(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> EntryList | None:
+        """Return the entries that each token of a layer attends to, None in a layer with a window only."""
+        spec, source = self.specs[layer], self.sources[layer]
+        if spec.selection is Selection.NONE:
+            return None
+        entries, lens = self.tables[source].entries, step.entry_lens[self.specs[source].ratio]
+        assert entries is not None, f"layer {layer} attends to the entries of layer {source}, which has none"
+        if spec.selection is Selection.ALL:
+            return EntryList(entries, *step.hca_list())
+        if spec.selection is Selection.TOP_K:
+            self._select(layer, inputs, step)
+        # The layers after it reuse the selection: all layers share this buffer.
+        return EntryList(entries, self.scratch.indices(step.positions.shape[0]), lens)
+
+    def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> None:
+        """Write the buffer indices of the entries that each token selects to the scratch, -1 for none."""
         assert inputs.index_query is not None
         inputs.index_query.wait()
-        tokens = step.positions.shape[0]
-        indices = self.scratch.indices(tokens)
+        tokens, spec, source = step.positions.shape[0], self.specs[layer], self.sources[layer]
+        block_size, kept, within = self._candidates(layer, tokens)
         # With less scratch than tokens the op works in slices. A decode step has few tokens and needs one slice.
         at_once = tokens if step.is_decode else self.scratch.scored_at_once(tokens, step.block_table, self.score_bytes)
         torch.ops.dsv4_sglang.index_topk(
             inputs.index_query.query,
             inputs.index_query.weights,
-            self.tables[layer].index_keys,
+            self.tables[source].index_keys,
             step.block_table,
             step.token_request,
             step.positions,
             inputs.weights.rope,
-            self.schemas[layer].key_format.code,
+            spec.key_format.code,
             self.scratch.scores(at_once, step.block_table),
-            indices,
+            self.scratch.indices(tokens),
+            self.specs[source].ratio,
+            spec.hadamard,
+            block_size,
+            kept,
+            within,
         )
-        return indices
+
+    def _candidates(self, layer: int, tokens: int) -> tuple[int, Tensor | None, Tensor | None]:
+        """Return the last arguments of `index_topk`: entries of a candidate block, the blocks to write, the blocks to
+        select within."""
+        candidates = self.specs[layer].candidates
+        if candidates is None:
+            return 0, None, None
+        blocks = self.scratch.candidates(tokens)
+        return candidates.block_size, blocks if candidates.chooses else None, None if candidates.chooses else blocks
 
     def free_scratch(self) -> None:
         """Free the scratch memory of the attention kernels that grows on demand."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.v41 import v41_layout
+from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import build_schedule
-from dsv4_sglang.model.v41 import V41Config, v41_schedule
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
 
@@ -41,8 +41,7 @@ def served_layout(
     """
     device = torch.device(device)
     if isinstance(config, V41Config):
-        schedule = v41_schedule(config, draft_layers)
-        return v41_layout(schedule, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
+        return CacheLayout(v41_specs(config, draft_layers, draft_tokens), device, sm100, draft_layers)
     if options.entry_format == "fp32":
         kv_format = KVFormat.FP32
     elif kv_cache_dtype == torch.float8_e4m3fn:

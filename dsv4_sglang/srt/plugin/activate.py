@@ -85,10 +85,10 @@ def _register_caches(options: Options, server_args: Any) -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from dsv4_sglang.srt.attention.backend_v41 import backend_class
+    from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 
-    register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
+    register_attention_backend(BACKEND)(HybridCacheBackend)
     register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=options.snapshot_interval))
     if server_args.enable_hierarchical_cache:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
