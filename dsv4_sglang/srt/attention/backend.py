@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -13,21 +13,15 @@ from torch import Tensor
 
 from dsv4_sglang.attention.base import LayerOutput
 from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode, step_of
-from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.attention.step_buffers import DecodeBuffers
-from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections
-from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.layer_spec import Selection, entry_limits
+from dsv4_sglang.cache.append import LayerWeights, Projections
+from dsv4_sglang.cache.layer_spec import entry_limits
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
-from dsv4_sglang.srt.attention.layer_ops import LayerInputs, LayerOps
+from dsv4_sglang.srt.attention.layer_ops import LayerInputs, make_layers, make_scratch
 from dsv4_sglang.srt.attention.prefill_recorder import PrefillRecorder
 from dsv4_sglang.srt.attention.snapshot_writer import SlotCopies, SnapshotWriter, StagedSnapshots
-from dsv4_sglang.srt.attention.step_scratch import StepScratch
 from dsv4_sglang.srt.prefix_cache.snapshot_schedule import PrefillPlanTaker
-
-if TYPE_CHECKING:
-    from dsv4_sglang.srt.memory.pools import CompressedKVPool
 
 
 class StepKind(NamedTuple):
@@ -84,37 +78,15 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
         self._verify_mask = make_verify_mask(self, requests=1)
-        self.scratch = self.make_scratch(runner.dtype, 0 if self.is_draft else config.index_topk)
-        self.layers = self.make_layers(blocks)
+        top_k = 0 if self.is_draft else config.index_topk
+        self.scratch = make_scratch(self.specs, self.device, runner.dtype, top_k)
+        self.layers = make_layers(self.state, blocks, self.heads, self.scratch)
         staging_slots = range(live.size + 1, live.size + 1 + live.staging)
         slots = getattr(runner.req_to_token_pool, "mamba_ckpt_pool", None)
         self.snapshots = SnapshotWriter(self.state, staging_slots, None if slots is None else slots.timer)
         self.recorder = PrefillRecorder(
             self.max_blocks, staging_slots, self.limits, self.scratch, self.layers.padded_heads
         )
-
-    def make_scratch(self, dtype: torch.dtype, top_k: int) -> StepScratch:
-        """Return the scratch memory for queries of `dtype` whose tokens select `top_k` entries."""
-        selecting = [spec for spec in self.specs if spec.selection is Selection.TOP_K]
-        return StepScratch(
-            self.device,
-            dtype,
-            top_k,
-            self.state.layout.ring_format,
-            candidate_blocks=max((spec.candidates.blocks for spec in selecting if spec.candidates), default=0),
-            # The selection of keys without the transform is in Triton and PyTorch, which allocate (`triton_index`).
-            scored_per_block=max((spec.entries_per_block for spec in selecting if spec.hadamard), default=0),
-        )
-
-    def make_layers(self, blocks: CompressedKVPool) -> LayerOps:
-        """Collect the buffers of each layer, and create the attention kernels of this model."""
-        tables = [
-            LayerTables(self.state.ring(i), self.state.compressor_state(i), blocks.entries(i), blocks.keys(i))
-            for i in range(len(self.specs))
-        ]
-        device = resolve_device(self.device)  # registers its ops
-        kernels = make_kernels(device, blocks.blocks, self.heads, self.scratch.dtype, blocks.layout.ring_format)
-        return LayerOps(self.specs, tables, kernels, self.heads, self.scratch)
 
     # Metadata of a step
 

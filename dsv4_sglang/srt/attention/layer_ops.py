@@ -4,18 +4,24 @@ kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, EntryList, LayerOutput
+from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
+from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.layer_spec import LayerKVSpec, Selection, source_of
+from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES, SCRATCH_BYTES, StepScratch
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.memory.pools import CompressedKVPool
 
 
 class IndexQuery(NamedTuple):
@@ -53,6 +59,47 @@ class LayerInputs(NamedTuple):
     index_kv_score: Tensor | None = None
     index_query: IndexQuery | None = None
     keys_of: Callable[[Tensor], Tensor] | None = None
+
+
+def make_scratch(
+    specs: Sequence[LayerKVSpec], device: torch.device | str, dtype: torch.dtype, top_k: int
+) -> StepScratch:
+    """Return the scratch memory of the steps of a model.
+
+    Args:
+        specs: spec of each layer.
+        device: device of the model.
+        dtype: dtype of the queries.
+        top_k: entries that a token selects; 0 for layers that attend to no entries.
+    """
+    selecting = [spec for spec in specs if spec.selection is Selection.TOP_K]
+    return StepScratch(
+        device,
+        dtype,
+        top_k,
+        specs[0].ring_format,
+        candidate_blocks=max((spec.candidates.blocks for spec in selecting if spec.candidates), default=0),
+        # The selection of keys without the transform is in Triton and PyTorch, which allocate (`triton_index`).
+        scored_per_block=max((spec.entries_per_block for spec in selecting if spec.hadamard), default=0),
+    )
+
+
+def make_layers(state: StateStorage, blocks: CompressedKVPool, heads: int, scratch: StepScratch) -> LayerOps:
+    """Collect the buffers of each layer, and create the attention kernels of a model.
+
+    Args:
+        state: state slots of the server.
+        blocks: pool of compressed entries and index keys.
+        heads: query heads of a layer in this process.
+        scratch: scratch memory of the backend.
+    """
+    specs, device = blocks.layout.schemas, resolve_device(scratch.device)  # registers its ops
+    tables = [
+        LayerTables(state.ring(layer), state.compressor_state(layer), blocks.entries(layer), blocks.keys(layer))
+        for layer in range(len(specs))
+    ]
+    kernels = make_kernels(device, blocks.blocks, heads, scratch.dtype, specs[0].ring_format)
+    return LayerOps(specs, tables, kernels, heads, scratch)
 
 
 class LayerOps:

@@ -7,7 +7,7 @@ import torch
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.config import DSV4Config, ModelConfig
 from dsv4_sglang.model.layer_schedule import build_schedule
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.launch.error import LaunchError
@@ -15,7 +15,7 @@ from dsv4_sglang.srt.launch.options import Options
 
 
 def served_layout(
-    config: DSV4Config | V41Config,
+    config: ModelConfig,
     kv_cache_dtype: torch.dtype,
     options: Options,
     device: str | torch.device,
@@ -42,6 +42,7 @@ def served_layout(
     device = torch.device(device)
     if isinstance(config, V41Config):
         return CacheLayout(v41_specs(config, draft_layers, draft_tokens), device, sm100, draft_layers)
+    assert isinstance(config, DSV4Config), f"no layers of {type(config).__name__}"
     if options.entry_format == "fp32":
         kv_format = KVFormat.FP32
     elif kv_cache_dtype == torch.float8_e4m3fn:
