@@ -362,10 +362,7 @@ def test_another_model() -> None:
 V41: dict[str, dict[str, Any]] = {
     "--device cuda": {"device": "cuda"},
     "--speculative-algorithm DSPARK": {"speculative_algorithm": "DSPARK"},
-    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
-    "--tp-size 2": {"tp_size": 2},
-    "--enable-dp-attention": {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
     "the option entry_format fp32": {"options": Options(entry_format="fp32")},
     "the option indexer_format nvfp4": {"options": Options(indexer_format="nvfp4")},

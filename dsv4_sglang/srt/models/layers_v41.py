@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4.1 as SGLang builds them, with their attention replaced. For a CPU only.
+"""Layers of DeepSeek-V4.1 as SGLang builds them, with their attention replaced.
 
 SGLang uses V4's class for the model. Differences from V4: only few layers have a compressor and an indexer. The query
 is not normalised per head. A sublayer collapses the residual streams with weights that the previous sublayer computed,
@@ -17,6 +17,7 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 
 from dsv4_sglang.cache.append import LayerWeights
+from dsv4_sglang.formats.kv_entries import ROPE_DIM
 from dsv4_sglang.srt.cpu import torch_layers
 from dsv4_sglang.srt.models.attention import CachedAttention
 from dsv4_sglang.srt.models.layers import DecoderLayer
@@ -97,11 +98,13 @@ class V41Attention(CachedAttention):
 
     def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
         q = self.wq_b(latent)[0].view(-1, self.n_local_heads, self.head_dim)
-        out[:, : self.n_local_heads] = torch_layers.rotate(q.float(), self.rope[positions])
+        out = out[:, : self.n_local_heads]
+        out[..., :-ROPE_DIM] = q[..., :-ROPE_DIM]
+        out[..., -ROPE_DIM:] = torch_layers.rotate(q[..., -ROPE_DIM:].float(), self.rope[positions])
 
 
 class V41DecoderLayer(DecoderLayer):
-    """SGLang's layer with this package's attention and PyTorch hyper-connections."""
+    """SGLang's layer with this package's attention and, on a CPU, PyTorch hyper-connections."""
 
     attention = V41Attention
 
@@ -111,7 +114,8 @@ class V41DecoderLayer(DecoderLayer):
         """Run a layer on SGLang's record of the residual streams, and return the new record.
 
         The record has the streams `[T, n, hidden]` and the weights `[T, n]` with which the next sublayer collapses
-        them. The weights are None before the first layer, which takes the first stream.
+        them. The weights are None before the first layer, which takes the first stream. On a GPU SGLang does not call
+        this method.
         """
         streams, taken = state.residual, state.pre
         pre, post, comb = self.mixes_on_cpu(streams, self.attn_hc.fn, self.attn_hc.scale, self.attn_hc.base)

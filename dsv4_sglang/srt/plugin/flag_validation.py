@@ -290,8 +290,8 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     if args.device != "cpu":
         yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
     for field, served in (
-        *(("speculative_algorithm", None), ("enable_hierarchical_cache", False), ("enable_dp_attention", False)),
-        *(("disaggregation_mode", "null"), ("tp_size", 1)),
+        ("speculative_algorithm", None),
+        ("disaggregation_mode", "null"),
     ):
         if (value := getattr(args, field)) != served:
             yield _named(field, value), f"{untested}; leave it out"
