@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ gather_tables = getattr(torch.ops, NAMESPACE).gather_tables
 
 # Index lists have widths that are multiples of this, as the attention kernels on a GPU require.
 LIST_ALIGNMENT = 64
+# Limit of entries of which a token reads all visible ones.
+UNLIMITED = (1 << 31) - 1
 
 
 def align(width: int) -> int:
@@ -36,6 +39,40 @@ def write_where(target: Tensor, indices: Tensor, values: Tensor, where: Tensor) 
     # The extra last element receives the values that are not written.
     indices = torch.where(where, indices, len(target)).flatten().long()
     target.copy_(pad(target, (0, 1)).scatter_(0, indices, values)[:-1])
+
+
+class KernelLens(NamedTuple):
+    """Entry lens of a step in the form that the kernels of `triton_metadata` take: of ratios A and B.
+
+    Attributes:
+        tensors: int32 [T] of each ratio.
+        limits: most entries of each that a token reads.
+        constants: the ratios, 0 for none, and True if each token lists the blocks of its request.
+    """
+
+    tensors: tuple[Tensor, Tensor]
+    limits: tuple[int, int]
+    constants: dict[str, int | bool]
+
+    @classmethod
+    def of(cls, limits: Mapping[int, int | None], entry_lens: dict[int, Tensor], unused: Tensor) -> KernelLens:
+        """Return the lens of a step.
+
+        Args:
+            limits: most entries that a token reads, by their ratio.
+            entry_lens: int32 [T] of each ratio.
+            unused: any tensor, for a ratio that there is not.
+
+        Raises:
+            ValueError: layers read entries of more ratios than the kernels have arguments for.
+        """
+        if len(limits) > 2:
+            raise ValueError(f"layers read entries of the ratios {list(limits)}; expected at most two")
+        ratios = [*limits, 0, 0][:2]
+        tensors = [entry_lens.get(ratio, unused) for ratio in ratios]
+        most = [UNLIMITED if (limit := limits.get(ratio)) is None else limit for ratio in ratios]
+        constants = {"RATIO_A": ratios[0], "RATIO_B": ratios[1], "LISTS_BLOCKS": HCA_RATIO in limits}
+        return cls((tensors[0], tensors[1]), (most[0], most[1]), constants)
 
 
 class DecodeBuffers:
@@ -76,6 +113,7 @@ class DecodeBuffers:
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.window_indices, self.window_lens = ints(tokens, align(self.window_len)), ints(tokens)
         self.limits, self.entry_lens = limits, {ratio: ints(tokens) for ratio in limits}
+        self.kernel_lens = KernelLens.of(limits, self.entry_lens, unused=self.window_lens)
         self.block_table = ints(max_requests, align(max_blocks))
         # With one token per request, its HCA entries are the blocks of the request.
         lists_blocks = tokens_per_request > 1 and HCA_RATIO in limits
@@ -134,6 +172,7 @@ class PrefillBuffers:
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.window_indices, self.window_lens = ints(tokens, WINDOW), ints(tokens)
         self.limits, self.entry_lens = limits, {ratio: ints(tokens) for ratio in limits}
+        self.kernel_lens = KernelLens.of(limits, self.entry_lens, unused=self.window_lens)
         self.hca_indices = ints(tokens, align(max_blocks) if HCA_RATIO in limits else 0)
 
     def clear(self) -> None:

@@ -6,19 +6,16 @@ read lengths on the device, so nothing depends on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
 
 if TYPE_CHECKING:
     from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
-
-# Limit of entries of which a token reads all visible ones.
-_UNLIMITED = (1 << 31) - 1
 
 
 @triton.jit
@@ -107,35 +104,6 @@ def _decode_kernel(
             tl.store(copy_dst_ptr + b, tl.where(due, tl.load(snapshot_slots_ptr + b).to(tl.int32), -1))
 
 
-class _Lens(NamedTuple):
-    """Entry lens of a step, as arguments of a kernel.
-
-    Attributes:
-        tensors: int32 [T] of ratios A and B.
-        limits: most entries of each.
-        ratios: the ratios as constants, 0 for none.
-    """
-
-    tensors: tuple[Tensor, Tensor]
-    limits: tuple[int, int]
-    ratios: dict[str, int | bool]
-
-    @classmethod
-    def of(cls, buffers: DecodeBuffers | PrefillBuffers) -> _Lens:
-        """Return the lens in `buffers`.
-
-        Raises:
-            ValueError: layers read entries of more ratios than the kernels have arguments for.
-        """
-        if len(buffers.limits) > 2:
-            raise ValueError(f"layers read entries of the ratios {list(buffers.limits)}; expected at most two")
-        lens = [(buffers.entry_lens[ratio], limit, ratio) for ratio, limit in buffers.limits.items()]
-        (a, limit_a, ratio_a), (b, limit_b, ratio_b) = (*lens, *[(buffers.window_lens, 0, 0)] * 2)[:2]
-        limits = tuple(_UNLIMITED if limit is None else limit for limit in (limit_a, limit_b))
-        constants = {"RATIO_A": ratio_a, "RATIO_B": ratio_b, "LISTS_BLOCKS": HCA_RATIO in buffers.limits}
-        return cls((a, b), (limits[0], limits[1]), constants)
-
-
 def build(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
@@ -151,7 +119,6 @@ def build(
         seq_lens, length_offset, snapshot_mask, snapshot_slots: as in `metadata.build_decode`.
     """
     takes_snapshots, listed = snapshot_mask is not None and snapshot_slots is not None, buffers.window_indices.shape[1]
-    lens = _Lens.of(buffers)
     _decode_kernel[(seq_lens.shape[0] * buffers.tokens_per_request,)](
         buffers.state_slots,
         seq_lens,
@@ -163,12 +130,12 @@ def build(
         buffers.positions,
         buffers.window_indices,
         buffers.window_lens,
-        *lens.tensors,
+        *buffers.kernel_lens.tensors,
         buffers.hca_indices,
         buffers.copy_src,
         buffers.copy_dst,
         length_offset,
-        *lens.limits,
+        *buffers.kernel_lens.limits,
         buffers.ring_rows,
         buffers.block_table.shape[1],
         TOKENS_PER_REQUEST=buffers.tokens_per_request,
@@ -177,7 +144,7 @@ def build(
         WINDOW_LEN=buffers.window_len,
         LISTED=listed,
         COLUMNS=triton.next_power_of_2(listed),
-        **lens.ratios,
+        **buffers.kernel_lens.constants,
         BLOCK=BLOCK_TOKENS,
         COLUMNS_AT_ONCE=256,
         num_warps=1,
@@ -269,7 +236,6 @@ def build_prefill(buffers: PrefillBuffers, tokens: int) -> None:
         buffers: inputs and derived tensors.
         tokens: number of tokens of the step.
     """
-    lens = _Lens.of(buffers)
     _prefill_kernel[(tokens,)](
         buffers.state_slots,
         buffers.prefix_lens,
@@ -284,18 +250,18 @@ def build_prefill(buffers: PrefillBuffers, tokens: int) -> None:
         buffers.positions,
         buffers.window_indices,
         buffers.window_lens,
-        *lens.tensors,
+        *buffers.kernel_lens.tensors,
         buffers.hca_indices,
         tokens,
         buffers.requests,
         buffers.most_snapshots,
-        *lens.limits,
+        *buffers.kernel_lens.limits,
         buffers.block_table.shape[1],
         REQUESTS=triton.next_power_of_2(buffers.requests + 1),
         SNAPSHOTS=triton.next_power_of_2(buffers.most_snapshots),
         WINDOW=WINDOW,
         BLOCK=BLOCK_TOKENS,
-        **lens.ratios,
+        **buffers.kernel_lens.constants,
         COLUMNS_AT_ONCE=256,
         num_warps=1,
     )

@@ -11,7 +11,7 @@ from support.attention_cases import (
     prefill_case,
     rope,
 )
-from support.v41_attention_cases import v41_index_case
+from support.candidate_cases import candidate_case
 
 from dsv4_sglang.attention import (
     flashmla_scheduler,
@@ -154,7 +154,7 @@ def test_formats_without_a_kernel_are_rejected():
         attended(case, 1)
 
 
-def test_selection_of_v41_rejects_unsupported_tensors():
+def test_selection_rejects_unsupported_tensors():
     changes = [
         ("q", lambda q: q[..., :64], "q is bfloat16"),
         ("weights", lambda w: w.long(), "weights is int64"),
@@ -165,7 +165,7 @@ def test_selection_of_v41_rejects_unsupported_tensors():
         ("positions", lambda x: x.int(), "positions is int32"),
     ]
     for name, change, message in changes:
-        case = v41_index_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
+        case = candidate_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
         setattr(case, name, change(getattr(case, name)))
         with pytest.raises(ValueError, match=message):
             case.select(8, op=triton_index.index_topk)
@@ -222,9 +222,9 @@ def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
 @pytest.mark.full
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
-def test_selection_of_v41(ratio, heads, top, size, most, equal, monkeypatch):
+def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
     """Entries and candidates equal the reference's, in slices of two tokens."""
-    case = v41_index_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    case = candidate_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
     monkeypatch.setattr(triton_index, "MAX_SCORES", 1000)
     case.check(triton_index.index_topk, size, most)
 

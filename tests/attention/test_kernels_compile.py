@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from support.attention_cases import BLOCK_SCALED, attend_case, prefill_case
-from support.v41_attention_cases import v41_index_case
+from support.candidate_cases import candidate_case
 
 pytest.importorskip("triton")
 import triton
@@ -58,8 +58,8 @@ def attend(splits: int = 1, **shape) -> None:
     triton_attend.attend(*attend_case(tokens=2, width=512, **shape).inputs(), splits=splits)
 
 
-def select_v41(ratio: int) -> None:
-    case = v41_index_case(lens=[(90, 92)], ratio=ratio, top=8)
+def select(ratio: int) -> None:
+    case = candidate_case(lens=[(90, 92)], ratio=ratio, top=8)
     for kept, within in ((case.candidates(3), None), (None, torch.zeros(2, 3).int())):
         case.select(8, kept, within, triton_index.index_topk)
 
@@ -120,7 +120,7 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         (86, partial(attend, heads=16, q_dtype=torch.float32, **BLOCK_SCALED)),
         (90, partial(attend, heads=64, **BLOCK_SCALED)),
         (100, partial(attend, heads=64, splits=3, **BLOCK_SCALED)),
-        *((architecture, partial(select_v41, ratio)) for architecture, ratio in ((80, 1), (100, 2))),
+        *((architecture, partial(select, ratio)) for architecture, ratio in ((80, 1), (100, 2))),
         (90, latent),
         *((architecture, inverse_rope) for architecture in (90, 100)),
         *(

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from reference.v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
-from support.v41_attention_cases import v41_index_case
+from support.candidate_cases import candidate_case
 from torch import Tensor
 
 from dsv4_sglang.attention.registry import make_kernels
@@ -518,7 +518,7 @@ LENS = {
 def test_selection_in_two_levels(ratio, lens, top, size, most, equal):
     """Cases include fewer candidates than are selected, and all blocks as candidates. Of equal scores the lowest
     indices are selected."""
-    case = v41_index_case(lens=LENS[lens], ratio=ratio, top=top, equal=equal)
+    case = candidate_case(lens=LENS[lens], ratio=ratio, top=top, equal=equal)
     kept = case.candidates(most)
     first, second = case.entries(size, kept=kept), case.entries(size, within=kept)
 
@@ -542,7 +542,7 @@ def test_selection_equals_that_of_sglang(ratio):
     from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_fp4
     from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer, rope_tail
 
-    case = v41_index_case(lens=[(150 * ratio, 200 * ratio)], ratio=ratio, top=24)
+    case = candidate_case(lens=[(150 * ratio, 200 * ratio)], ratio=ratio, top=24)
     freqs = torch.view_as_complex(case.rope[case.positions].unflatten(-1, (-1, 2)))
     query = fake_quant_fp4(rope_tail(case.q, freqs, 64))
     same(case.query.flatten(1), query.float().flatten(1))

@@ -6,8 +6,8 @@ tests/cache/test_v41_cache.py compares the reference with a dense computation, o
 import pytest
 import torch
 from support.attention_cases import BLOCK_SCALED, assert_attends, attend_case
+from support.candidate_cases import candidate_case
 from support.kernel_cases import ops, recorded
-from support.v41_attention_cases import v41_index_case
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.attention import triton_attend, triton_index
@@ -30,7 +30,7 @@ def test_attend(heads, width, q_dtype, splits):
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 512, 8, 100), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
 def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
-    case = v41_index_case(lens=[(1977, 2100), (0, 3), (1299, 1300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    case = candidate_case(lens=[(1977, 2100), (0, 3), (1299, 1300)], ratio=ratio, top=top, heads=heads, equal=equal)
     monkeypatch.setattr(triton_index, "MAX_SCORES", 100_000)
     case.check(ops().index_topk, size, most, "cuda")
 
@@ -38,7 +38,7 @@ def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
 def test_in_a_graph():
     """Both ops, captured once and replayed with different contents of their tensors."""
     one, two = (attend_case(tokens=6, heads=64, width=72, seed=seed, **BLOCK_SCALED) for seed in (0, 1))
-    case, other = (v41_index_case(lens=[(300, 306)], ratio=1, top=24, seed=seed) for seed in (0, 1))
+    case, other = (candidate_case(lens=[(300, 306)], ratio=1, top=24, seed=seed) for seed in (0, 1))
     args = one.args("cuda")
     rows, kept = (torch.zeros(6, n, dtype=torch.int32, device="cuda") for n in (24, 5))
     inputs = case.args(8, rows)

@@ -13,7 +13,7 @@ from support.attention_cases import IndexInputs, index_inputs
 
 
 @dataclass
-class V41IndexCase(IndexInputs):
+class CandidateCase(IndexInputs):
     """Arguments of `index_topk` without those for candidates and the output."""
 
     ratio: int
@@ -85,9 +85,9 @@ class V41IndexCase(IndexInputs):
         return chosen
 
 
-def v41_index_case(
+def candidate_case(
     *, lens: list[tuple[int, int]], ratio: int, top: int, heads: int = 32, equal: bool = False, seed: int = 0
-) -> V41IndexCase:
+) -> CandidateCase:
     """Make a case whose scores are exact, because weights are multiples of 1/2. Unseen keys have NaN scales.
 
     `lens` gives the first and last position + 1 of each request's tokens in the step. With `equal`, there are only
@@ -97,4 +97,4 @@ def v41_index_case(
     inputs = index_inputs(lens, ratio, KeyFormat.MXFP4, lambda y: y, 7 if equal else 0, heads, g)
     weights = torch.randint(-2, 5, inputs["q"].shape[:2], generator=g) / 2
     inputs["q"] = inputs["q"].bfloat16()
-    return V41IndexCase(**inputs, weights=weights, ratio=ratio, top=top)
+    return CandidateCase(**inputs, weights=weights, ratio=ratio, top=top)
