@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
-from dsv4_sglang.cache.schema import SchemaOptions, build_schema
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
-from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
-from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from dsv4_sglang.model.layer_schedule import AttentionType
 
 
 class PoolPart(NamedTuple):
@@ -54,31 +49,6 @@ class CacheLayout:
     def __post_init__(self) -> None:
         if not self.schemas:
             raise ValueError("no layers: a cache needs at least one schema")
-
-    @staticmethod
-    def build(
-        config: DSV4Config,
-        schedule: Sequence[LayerSpec],
-        device: torch.device,
-        *,
-        sm100: bool | None = None,
-        draft_layers: int = 0,
-        **options: Unpack[SchemaOptions],
-    ) -> CacheLayout:
-        """Return the layout of a V4 model.
-
-        Args:
-            config: configuration of the model.
-            schedule: kinds of the layers.
-            device, sm100, draft_layers: as in the class.
-            options: as in `build_schema`.
-
-        Raises:
-            ValueError: as in `build_schema` and in the class.
-        """
-        return CacheLayout(
-            tuple(build_schema(config, spec, **options) for spec in schedule), device, sm100, draft_layers
-        )
 
     @property
     def kinds(self) -> tuple[AttentionType, ...]:

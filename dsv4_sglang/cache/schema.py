@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec, Selection
 from dsv4_sglang.formats import V4_KV_FORMATS, KeyFormat, KVFormat
@@ -14,6 +14,9 @@ from dsv4_sglang.formats.kv_entries import ENTRY_DIM, ROPE_DIM
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, WINDOW, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 _Option = TypeVar("_Option", bound=enum.Enum)
 _SELECTIONS = {
@@ -136,6 +139,22 @@ def build_schema(
         selection=_SELECTIONS[kind],
         hca_state=state,
     )
+
+
+def v4_specs(
+    config: DSV4Config, schedule: Sequence[LayerSpec], **options: Unpack[SchemaOptions]
+) -> tuple[LayerCacheSchema, ...]:
+    """Return the layers of a model in order.
+
+    Args:
+        config: configuration of the model.
+        schedule: kinds of the layers.
+        options: as in `build_schema`.
+
+    Raises:
+        ValueError: as in `build_schema`.
+    """
+    return tuple(build_schema(config, layer_spec, **options) for layer_spec in schedule)
 
 
 def _compressor_state_shape(kind: AttentionType, rows: StateRows, hca_state: HcaState) -> tuple[int, int] | None:

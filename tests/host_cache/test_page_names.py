@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache import CacheLayout, v4_specs
 from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.v41 import V41Config
@@ -58,7 +58,7 @@ def name_of(
 ) -> str:
     config = DSV4Config.flash()
     formats = {"kv_format": kv_format, "key_format": key_format}
-    layout = CacheLayout.build(config, build_schedule(config), torch.device("cpu"), sm100=False, **formats)
+    layout = CacheLayout(v4_specs(config, build_schedule(config), **formats), torch.device("cpu"), sm100=False)
     row_bytes = (layout.block_bytes, layout.snapshot_bytes)
     facts = weight_facts(flags_of(model, **given))
     return page_name(model_name, layout, row_bytes, overrides=model_overrides(overrides), **facts)
