@@ -94,9 +94,8 @@ class LayerKVSpec:
 
     @property
     def is_flat(self) -> bool:
-        """Return True if all blocks of this layer are entries of one block, which is then not padded per entry.
-
-        So it is with one entry per block (HCA), because FlashMLA's entries start at multiples of 16 B.
+        """Return True if all blocks of this layer are entries of one block, which is then not padded per entry: in
+        layers with one entry per block (HCA), because FlashMLA's entries start at multiples of 16 B.
         """
         return self.entries_per_block == 1
 
@@ -131,5 +130,12 @@ def entry_limits(specs: Sequence[LayerKVSpec], top_k: int) -> dict[int, int | No
         if limit is None and ratio != BLOCK_TOKENS:
             raise ValueError(f"layer {layer} reads all entries of ratio {ratio}; expected ratio {BLOCK_TOKENS}")
         if limits.setdefault(ratio, limit) != limit:
-            raise ValueError(f"layer {layer} reads entries of ratio {ratio} unlike an earlier layer")
+            raise ValueError(
+                f"layer {layer} reads {_described(limit)} entries of ratio {ratio}, an earlier layer "
+                f"{_described(limits[ratio])}; a step has one length for each ratio"
+            )
     return limits
+
+
+def _described(limit: int | None) -> str:
+    return "all" if limit is None else f"at most {limit}"
