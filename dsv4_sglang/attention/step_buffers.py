@@ -17,8 +17,6 @@ gather_tables = getattr(torch.ops, NAMESPACE).gather_tables
 
 # Index lists have widths that are multiples of this, as the attention kernels on a GPU require.
 LIST_ALIGNMENT = 64
-# Limit of entries of which a token reads all visible ones.
-UNLIMITED = (1 << 31) - 1
 
 
 def align(width: int) -> int:
@@ -46,12 +44,12 @@ class KernelLens(NamedTuple):
 
     Attributes:
         tensors: int32 [T] of each ratio.
-        limits: most entries of each that a token reads.
-        constants: the ratios, 0 for none, and True if each token lists the blocks of its request.
+        top_k: most entries that a token reads of a ratio that is limited.
+        constants: the ratios, 0 for none; which are limited; and True if each token lists the blocks of its request.
     """
 
     tensors: tuple[Tensor, Tensor]
-    limits: tuple[int, int]
+    top_k: int
     constants: dict[str, int | bool]
 
     @classmethod
@@ -64,15 +62,21 @@ class KernelLens(NamedTuple):
             unused: any tensor, for a ratio that there is not.
 
         Raises:
-            ValueError: layers read entries of more ratios than the kernels have arguments for.
+            ValueError: layers read entries of more ratios, or with more limits, than the kernels have arguments for.
         """
         if len(limits) > 2:
             raise ValueError(f"layers read entries of the ratios {list(limits)}; expected at most two")
-        ratios = [*limits, 0, 0][:2]
-        tensors = [entry_lens.get(ratio, unused) for ratio in ratios]
-        most = [UNLIMITED if (limit := limits.get(ratio)) is None else limit for ratio in ratios]
-        constants = {"RATIO_A": ratios[0], "RATIO_B": ratios[1], "LISTS_BLOCKS": HCA_RATIO in limits}
-        return cls((tensors[0], tensors[1]), (most[0], most[1]), constants)
+        if len(top_k := {limit for limit in limits.values() if limit is not None}) > 1:
+            raise ValueError(f"layers read at most {sorted(top_k)} entries; expected one limit")
+        a, b = [*limits, 0, 0][:2]
+        constants = {
+            "RATIO_A": a,
+            "RATIO_B": b,
+            "LISTS_BLOCKS": HCA_RATIO in limits,
+            "LIMITED_A": limits.get(a) is not None,
+            "LIMITED_B": limits.get(b) is not None,
+        }
+        return cls((entry_lens.get(a, unused), entry_lens.get(b, unused)), max(top_k, default=0), constants)
 
 
 class DecodeBuffers:

@@ -27,6 +27,14 @@ def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
         tl.store(list_ptr + begin + at, block, mask=begin + at < stop)
 
 
+@triton.jit
+def _store_lens(at, visible, top_k, LIMITED: tl.constexpr):
+    """Store how many entries a token reads: all visible ones, or at most the top k."""
+    if LIMITED:
+        visible = tl.minimum(visible, top_k)
+    tl.store(at, visible)
+
+
 # Arguments, B requests of TOKENS_PER_REQUEST tokens each, T tokens:
 #   inputs of a request: state slot int32 [B], length [B], mask bool [B] and slot [B] of the snapshots that are due
 #   (read if the step takes snapshots), block table int32 [B, table_columns]
@@ -34,8 +42,8 @@ def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
 #   outputs of a token: positions int64 [T], window_indices int32 [T, LISTED], window lens int32 [T], entry lens int32
 #   [T] of ratios A and B (0: none), hca_indices int32 [T, table_columns] (LISTS_BLOCKS and several tokens per request)
 #   copies of snapshots: copy_src and copy_dst int32 [B]
-#   numbers: length before the step minus given length, most entries of ratios A and B, entries of a ring, columns of
-#   the block table
+#   numbers: length before the step minus given length, most entries of a ratio that is LIMITED, entries of a ring,
+#   columns of the block table
 @triton.jit
 def _decode_kernel(
     state_slots_ptr,
@@ -54,8 +62,7 @@ def _decode_kernel(
     copy_src_ptr,
     copy_dst_ptr,
     length_offset,
-    limit_a,
-    limit_b,
+    top_k,
     ring_rows,
     table_columns,
     TOKENS_PER_REQUEST: tl.constexpr,
@@ -66,6 +73,8 @@ def _decode_kernel(
     COLUMNS: tl.constexpr,
     RATIO_A: tl.constexpr,
     RATIO_B: tl.constexpr,
+    LIMITED_A: tl.constexpr,
+    LIMITED_B: tl.constexpr,
     LISTS_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
@@ -83,9 +92,9 @@ def _decode_kernel(
     seen = tl.where(real, prefix + TOKENS_PER_REQUEST, 0) if SEES_BLOCK else length
     tl.store(window_lens_ptr + t, tl.minimum(seen, WINDOW_LEN))
     if RATIO_A:
-        tl.store(lens_a_ptr + t, tl.minimum(length // RATIO_A, limit_a))
+        _store_lens(lens_a_ptr + t, length // RATIO_A, top_k, LIMITED_A)
     if RATIO_B:
-        tl.store(lens_b_ptr + t, tl.minimum(length // RATIO_B, limit_b))
+        _store_lens(lens_b_ptr + t, length // RATIO_B, top_k, LIMITED_B)
     column = tl.arange(0, COLUMNS)
     entry = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
     tl.store(window_indices_ptr + t * LISTED + column, entry, mask=column < WINDOW_LEN)
@@ -135,7 +144,7 @@ def build(
         buffers.copy_src,
         buffers.copy_dst,
         length_offset,
-        *buffers.kernel_lens.limits,
+        buffers.kernel_lens.top_k,
         buffers.ring_rows,
         buffers.block_table.shape[1],
         TOKENS_PER_REQUEST=buffers.tokens_per_request,
@@ -158,7 +167,7 @@ def build(
 #   outputs of a token: request and staging slot int32 [T], positions int64 [T], window_indices int32 [T, WINDOW],
 #   window lens int32 [T], entry lens int32 [T] of ratios A and B (0: none), hca_indices int32 [T, table_columns]
 #   (LISTS_BLOCKS)
-#   numbers: T, requests, K, most entries of ratios A and B, columns of the block table
+#   numbers: T, requests, K, most entries of a ratio that is LIMITED, columns of the block table
 @triton.jit
 def _prefill_kernel(
     state_slots_ptr,
@@ -180,8 +189,7 @@ def _prefill_kernel(
     tokens,
     requests,
     most_snapshots,
-    limit_a,
-    limit_b,
+    top_k,
     table_columns,
     REQUESTS: tl.constexpr,
     SNAPSHOTS: tl.constexpr,
@@ -189,6 +197,8 @@ def _prefill_kernel(
     BLOCK: tl.constexpr,
     RATIO_A: tl.constexpr,
     RATIO_B: tl.constexpr,
+    LIMITED_A: tl.constexpr,
+    LIMITED_B: tl.constexpr,
     LISTS_BLOCKS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
@@ -207,9 +217,9 @@ def _prefill_kernel(
     tl.store(positions_ptr + t, position.to(tl.int64))
     tl.store(window_lens_ptr + t, tl.minimum(length, WINDOW))
     if RATIO_A:
-        tl.store(lens_a_ptr + t, tl.minimum(length // RATIO_A, limit_a))
+        _store_lens(lens_a_ptr + t, length // RATIO_A, top_k, LIMITED_A)
     if RATIO_B:
-        tl.store(lens_b_ptr + t, tl.minimum(length // RATIO_B, limit_b))
+        _store_lens(lens_b_ptr + t, length // RATIO_B, top_k, LIMITED_B)
     column = tl.arange(0, WINDOW)
     first = start + WINDOW * (b + 1) - prefix + tl.maximum(length - WINDOW, 0)
     tl.store(window_indices_ptr + t * WINDOW + column, first + column)
@@ -255,7 +265,7 @@ def build_prefill(buffers: PrefillBuffers, tokens: int) -> None:
         tokens,
         buffers.requests,
         buffers.most_snapshots,
-        *buffers.kernel_lens.limits,
+        buffers.kernel_lens.top_k,
         buffers.block_table.shape[1],
         REQUESTS=triton.next_power_of_2(buffers.requests + 1),
         SNAPSHOTS=triton.next_power_of_2(buffers.most_snapshots),

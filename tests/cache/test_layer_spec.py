@@ -40,8 +40,10 @@ def test_reads_without_a_list_are_rejected(specs: list[LayerKVSpec], message: st
         entry_limits(specs, 512)
 
 
-def test_three_ratios_are_rejected() -> None:
+def test_three_ratios_and_two_limits_are_rejected() -> None:
     device = torch.device("cpu")
     DecodeBuffers(1, 1, device, limits={kind.ratio: 8 for kind in (AttentionType.PAIR, AttentionType.SINGLE)})
     with pytest.raises(ValueError, match=r"entries of the ratios \[1, 2, 4\]; expected at most two"):
         DecodeBuffers(1, 1, device, limits={1: 8, 2: 8, 4: 8})
+    with pytest.raises(ValueError, match=r"at most \[8, 9\] entries; expected one limit"):
+        DecodeBuffers(1, 1, device, limits={1: 8, 2: 9})
