@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from dsv4_sglang.formats import KeyFormat, KVFormat
@@ -77,7 +78,7 @@ class LayerKVSpec:
     hadamard: bool = True
     candidates: Candidates | None = None
 
-    @property
+    @cached_property
     def ratio(self) -> int:
         """Tokens per entry that this layer writes, 0 if it writes none."""
         return self.kind.ratio

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import CompressedKVPool
 
 
+# The last arguments of `index_topk` in a selection of one level.
+NO_CANDIDATES = 0, None, None
+
+
 class IndexQuery(NamedTuple):
     """Indexer inputs of a layer that selects entries: raw queries `[T, Hi, 128]` and head weights `[T, Hi]` fp32.
 
@@ -124,6 +128,8 @@ class LayerOps:
         self.specs, self.tables, self.kernels = specs, tables, kernels
         # For each layer, the one whose entries it attends to.
         self.sources = [source_of(specs, layer) for layer in range(len(specs))]
+        # Their ratios, 0 without entries.
+        self.ratios = [specs[source].ratio for source in self.sources]
         self.heads, self.scratch = heads, scratch
         # Attention kernel of the current step.
         self.kernel: AttentionKernel | None = None
@@ -180,7 +186,7 @@ class LayerOps:
             step: metadata of the step.
             window: window workspace of a prefill step; None in a decode step, which reads the ring.
         """
-        spec, tables, source = self.specs[layer], self.tables[layer], self.sources[layer]
+        spec, tables = self.specs[layer], self.tables[layer]
         read = AttendInputs(
             sink=inputs.sink[: q.shape[1]],
             heads=self.heads,
@@ -191,7 +197,7 @@ class LayerOps:
             scale=scale,
             kv_format=spec.ring_format,
             entry_format=spec.entry_format,
-            ratio=self.specs[source].ratio,
+            ratio=self.ratios[layer],
         )
         assert self.kernel is not None, "a layer comes after the beginning of its step"
         inputs.wait_for_query()
@@ -199,50 +205,48 @@ class LayerOps:
 
     def _entries(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> EntryList | None:
         """Return the entries that each token of a layer attends to, None in a layer with a window only."""
-        spec, source = self.specs[layer], self.sources[layer]
-        if spec.selection is Selection.NONE:
+        selection, source = self.specs[layer].selection, self.sources[layer]
+        if selection is Selection.NONE:
             return None
-        entries, lens = self.tables[source].entries, step.entry_lens[self.specs[source].ratio]
+        entries = self.tables[source].entries
         assert entries is not None, f"layer {layer} attends to the entries of layer {source}, which has none"
-        if spec.selection is Selection.ALL:
+        if selection is Selection.ALL:
             return EntryList(entries, *step.hca_list())
-        if spec.selection is Selection.TOP_K:
-            self._select(layer, inputs, step)
-        # The layers after it reuse the selection: all layers share this buffer.
-        return EntryList(entries, self.scratch.indices(step.positions.shape[0]), lens)
+        # The layers after one that selects reuse its selection: all layers share this buffer.
+        indices = self.scratch.indices(step.positions.shape[0])
+        if selection is Selection.TOP_K:
+            self._select(layer, inputs, step, indices)
+        return EntryList(entries, indices, step.entry_lens[self.ratios[layer]])
 
-    def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> None:
-        """Write the buffer indices of the entries that each token selects to the scratch, -1 for none."""
+    def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata, indices: Tensor) -> None:
+        """Write the buffer indices of the entries that each token selects to `indices` [T, top_k], -1 for none."""
         assert inputs.index_query is not None
         inputs.index_query.wait()
-        tokens, spec, source = step.positions.shape[0], self.specs[layer], self.sources[layer]
-        block_size, kept, within = self._candidates(layer, tokens)
+        tokens, spec = step.positions.shape[0], self.specs[layer]
+        candidates = self._candidates(layer, tokens) if spec.candidates else NO_CANDIDATES
         # With less scratch than tokens the op works in slices. A decode step has few tokens and needs one slice.
         at_once = tokens if step.is_decode else self.scratch.scored_at_once(tokens, step.block_table, self.score_bytes)
         torch.ops.dsv4_sglang.index_topk(
             inputs.index_query.query,
             inputs.index_query.weights,
-            self.tables[source].index_keys,
+            self.tables[self.sources[layer]].index_keys,
             step.block_table,
             step.token_request,
             step.positions,
             inputs.weights.rope,
             spec.key_format.code,
             self.scratch.scores(at_once, step.block_table),
-            self.scratch.indices(tokens),
-            self.specs[source].ratio,
+            indices,
+            self.ratios[layer],
             spec.hadamard,
-            block_size,
-            kept,
-            within,
+            *candidates,
         )
 
     def _candidates(self, layer: int, tokens: int) -> tuple[int, Tensor | None, Tensor | None]:
         """Return the last arguments of `index_topk`: entries of a candidate block, the blocks to write, the blocks to
         select within."""
         candidates = self.specs[layer].candidates
-        if candidates is None:
-            return 0, None, None
+        assert candidates is not None
         blocks = self.scratch.candidates(tokens)
         return candidates.block_size, blocks if candidates.chooses else None, None if candidates.chooses else blocks
 
