@@ -20,7 +20,7 @@ from dsv4_sglang.cache import (
     host_rows,
     v4_specs,
 )
-from dsv4_sglang.cache.host_memory import HostMemory, _available, _pages, _register, cpus_in, running_on
+from dsv4_sglang.cache.host_memory import HostMemory, _pages, _register, available_bytes, cpus_in, running_on
 from dsv4_sglang.cache.host_rows import _row_layout, host_block_bytes, runs
 from dsv4_sglang.model import DSV4Config, build_schedule
 
@@ -255,7 +255,7 @@ def system(root: Path, cgroup: str, groups: dict[str, tuple[str, int, int]]) -> 
     ],
 )
 def test_memory_of_a_container(tmp_path: Path, cgroup: str, groups: dict[str, tuple[str, int, int]], left: int) -> None:
-    assert _available(system(tmp_path, cgroup, groups)) == left
+    assert available_bytes(system(tmp_path, cgroup, groups)) == left
 
 
 @pytest.mark.gpu

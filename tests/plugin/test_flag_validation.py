@@ -307,7 +307,17 @@ def test_random_weights_need_a_named_folder(monkeypatch: pytest.MonkeyPatch, sto
 @pytest.mark.parametrize(
     ("flags", "line", "folders"),
     [
-        ({"hicache_size": 12, "tp_size": 4}, r"--hicache-size 12: 4 x 12 GB .* 47 GB of .*; give less than 11$", []),
+        ({"hicache_size": 48, "tp_size": 4}, r"--hicache-size 48: 48 GB, but .* 47 GB of .*; give at most 47$", []),
+        (
+            {"hicache_size": 12, "tp_size": 8, "dp_size": 4, "enable_dp_attention": True},
+            r"--hicache-size 12: 12 GB for each of 4 ranks of DP attention, but .* 47 GB of .*; give at most 11$",
+            [],
+        ),
+        (
+            {"hicache_size": 24, "tp_size": 8, "dp_size": 4, "enable_dp_attention": True, "nnodes": 2},
+            r"--hicache-size 24: 24 GB for each of 2 ranks of DP attention, but .* 47 GB of .*; give at most 23$",
+            [],
+        ),
         ({"hicache_storage_backend": "nixl"}, r"-backend nixl: .* run `pip install nixl`", ["one", "two"]),
         ({"hicache_storage_backend": "mooncake"}, r"-backend mooncake: .* `pip install mooncake-transfer-engine`", []),
         ({"hicache_storage_backend": "file"}, r"folder /proc/one cannot be created: .*; set SGLANG_", ["one"]),

@@ -147,6 +147,8 @@ class BlockOwner:
     running: list[Request]
     # KV events are in Dynamo's format.
     dynamo = False
+    # Gloo group of the processes of tensor parallelism.
+    group: Any = None
 
     def _tree_params(self) -> CacheInitParams:
         self.mirror = Mirror()
@@ -154,6 +156,7 @@ class BlockOwner:
             disable=False,
             req_to_token_pool=self.pool,
             token_to_kv_pool_allocator=self.allocator,
+            tp_cache_group=self.group,
             page_size=BLOCK,
             enable_mamba_extra_buffer=True,
             enable_kv_cache_events=True,

@@ -114,10 +114,18 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
             self._keep_host = False
 
     def reset(self) -> None:
-        if not self._keep_host:
-            super().reset()
-            self.saves.reset()
-            self.evictions.reset()
+        if self._keep_host:
+            return
+        # A flush waits for all copies, but not for threads that read the pages of cancelled requests into rows that
+        # become free. It stops SGLang's threads, and one that agrees with other processes on what was read would wait
+        # forever for one that has stopped.
+        controller = self.cache_controller
+        while controller is not None and controller.sharing.size > 1 and controller.cancelled_fetches:
+            super().check_hicache_events()
+            time.sleep(0.001)
+        super().reset()
+        self.saves.reset()
+        self.evictions.reset()
 
     # Saves to the host
 
@@ -131,6 +139,7 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
         if not self.ongoing_write_through:
             return False
         with self._recheck_queue_after_saves():
+            self.cache_controller.finish_saves()
             self.writing_check(write_back=True)
         return True
 
