@@ -89,7 +89,8 @@ def _register_caches(options: Options, server_args: Any) -> None:
     from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 
     register_attention_backend(BACKEND)(HybridCacheBackend)
-    register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=options.snapshot_interval))
+    build = partial(build_prefix_cache, interval=options.snapshot_interval, tenant_percent=options.tenant_percent)
+    register_radix_cache_backend(PREFIX_CACHE, build)
     if server_args.enable_hierarchical_cache:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
