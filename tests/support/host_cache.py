@@ -76,7 +76,7 @@ class Blocks(KVCache):
     def __init__(self, blocks: int) -> None:
         self.size, self.page_size, self.device, self.layer_num = blocks * BLOCK, BLOCK, "cpu", len(WITH_BLOCKS)
         self.compressed_layers = list(WITH_BLOCKS)
-        schema = SimpleNamespace(kv_format=KVFormat.FP32, key_format=KeyFormat.FP32)
+        schema = SimpleNamespace(ring_format=KVFormat.FP32, entry_format=KVFormat.FP32, key_format=KeyFormat.FP32)
         self.layout = SimpleNamespace(schemas=[schema] * LAYERS)
         self.tokens = {layer: torch.zeros(blocks + 1, BLOCK, dtype=torch.int64) for layer in WITH_BLOCKS}
         self.pools = [
