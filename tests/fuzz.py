@@ -65,7 +65,7 @@ ON_CPU = Shape(context=1024, burst=24, together=6)
 CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
 CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
 CPU_FLAGS += ("--sleep-on-idle",)
-CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
 OPTIONS = {"integrity_check": True, "snapshot_interval": 512}
 # Of log p, with fp32 entries.
 TOLERANCE = 2e-3
@@ -74,6 +74,30 @@ TOLERANCE = 2e-3
 def command(name: str, cpu: bool) -> list[str]:
     """Return the command that runs this program for one configuration."""
     return ["python", "tests/fuzz.py", *(["--dry-run"] if cpu else []), "--configurations", name]
+
+
+def checkpoint(folder: Path, cpu: bool, **fields: Any) -> Path:
+    """Return the folder of a tiny checkpoint with these fields of `TinySpec`, made if it does not exist."""
+    from dsv4_sglang.testing.tiny import make_tiny
+    from dsv4_sglang.testing.tiny_config import TinySpec
+
+    if not folder.exists():
+        heads, ratios = (16, (0, 4, 128)) if cpu else (64, (0, 4, 128, 4, 128, 4))
+        make_tiny(folder, TinySpec(ratios=ratios, heads=heads, **fields))
+    return folder
+
+
+def server(name: str, of: Configuration, model: Path, log: Path, cpu: bool) -> Server:
+    """Return a server of a configuration, which is not started."""
+    options = {**OPTIONS, **(CPU_OPTIONS if cpu else GPU_OPTIONS)}
+    flags = [*(CPU_FLAGS if cpu else GPU_FLAGS), *of.flags, "--skip-server-warmup", "--enable-metrics"]
+    made = server_command(str(model), [*flags, OPT_IN_FLAG, json.dumps({OPT_IN_KEY: options})], cpu)
+    environment = {**made.environment, **(servers.CPU_ENVIRONMENT if cpu else {})}
+    if not cpu:
+        environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
+    elif of.ranks > 1:
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    return Server(name, made.argv, environment, log)
 
 
 class Fuzz:
@@ -85,39 +109,19 @@ class Fuzz:
         self.end, self.left = time.monotonic() + args.seconds, len(self.names)
         self.models, self.logs = report.scratch_folder("fuzz"), Path(args.out) / "logs"
 
-    def model(self, nextn: bool) -> Path:
-        from dsv4_sglang.testing.tiny import make_tiny
-        from dsv4_sglang.testing.tiny_config import TinySpec
-
-        folder = self.models / ("nextn" if nextn else "plain")
-        if not folder.exists():
-            heads, ratios = (16, (0, 4, 128)) if self.cpu else (64, (0, 4, 128, 4, 128, 4))
-            make_tiny(folder, TinySpec(ratios=ratios, heads=heads, nextn=nextn))
-        return folder
-
-    def server(self, name: str, of: Configuration) -> Server:
-        options = {**OPTIONS, **(CPU_OPTIONS if self.cpu else GPU_OPTIONS)}
-        flags = [*(CPU_FLAGS if self.cpu else GPU_FLAGS), *of.flags, "--skip-server-warmup", "--enable-metrics"]
-        overrides = [OPT_IN_FLAG, json.dumps({OPT_IN_KEY: options})]
-        made = server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
-        environment = {**made.environment, **(servers.CPU_ENVIRONMENT if self.cpu else {})}
-        if not self.cpu:
-            environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
-        elif of.ranks > 1:
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
-        return Server(name, made.argv, environment, self.logs / f"fuzz-{name.replace(' ', '-')}.log")
-
     def configuration(self, name: str) -> Iterator[dict[str, Any]]:
         of, shape = CONFIGURATIONS[name], ON_CPU if self.cpu else ON_GPU
         limit = (self.end - time.monotonic()) / self.left  # an equal share of the remaining time
         self.left -= 1
         begin = time.monotonic()
-        with servers.running(self.server(name, of), timeout=900) as server:
+        model = checkpoint(self.models / ("nextn" if of.nextn else "plain"), self.cpu, nextn=of.nextn)
+        log_file = self.logs / f"fuzz-{name.replace(' ', '-')}.log"
+        with servers.running(server(name, of, model, log_file, self.cpu), timeout=900) as running:
             shape = Shape(shape.context, shape.burst, shape.together, of.ranks)
-            driver = Driver(server.url, self.args.seed, shape, TOLERANCE if self.cpu else None)
+            driver = Driver(running.url, self.args.seed, shape, TOLERANCE if self.cpu else None)
             found = self.play(driver, name, limit - (time.monotonic() - begin))
-            log = server.lines()
-            counted = {key: value for key, value in servers.metrics(server.url).items() if found is None}
+            log = running.lines()
+            counted = {key: value for key, value in servers.metrics(running.url).items() if found is None}
         yield {
             **summary(driver, found),
             "retractions": log.count("Retract requests"),

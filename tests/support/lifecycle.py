@@ -16,7 +16,7 @@ import time
 import urllib.parse
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -31,6 +31,8 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 STUCK_SECONDS = 600.0
 # Answers of a burst that are compared.
 COMPARED = 2
+# Longest time in seconds until a client cancels the first attempt of a request that it then sends again.
+CANCELLED_SECONDS = 0.02
 # Tokens of the context that a prompt leaves free. SGLang rejects prompts of `max_req_input_len` (context - 6) or more.
 SPARED = 7
 # Modes of /pause_generation.
@@ -48,6 +50,8 @@ class Shape:
         together: concurrent requests.
         ranks: ranks of DP attention.
         text: the server has a tokenizer, which stop strings need.
+        weights: checkpoints of weight updates, readable by the server.
+        sleeps: release and resume the memory of the cache.
     """
 
     context: int = 1024
@@ -55,6 +59,8 @@ class Shape:
     together: int = 6
     ranks: int = 1
     text: bool = True
+    weights: tuple[str, ...] = ()
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,9 @@ class Ask:
     The prompt is the leading share `kept` of the text of request `base`, then `fresh` new tokens. The text of a request
     of the previous burst is its prompt and answer; that of a request of the same burst is its prompt alone. `end` is
     how the request ends, after `after` tokens of the answer.
+
+    The client cancels a first attempt after `cancelled` seconds, unless this is None. It aborts the attempt and repeats
+    its request id, or it disconnects.
     """
 
     number: int
@@ -78,6 +87,8 @@ class Ask:
     logprob: bool
     tenant: str | None
     rank: int
+    cancelled: float | None = None
+    disconnects: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,8 @@ def _ask(rng: random.Random, shape: Shape, first: int, number: int) -> Ask:
         logprob=rng.random() < 0.2,
         tenant=rng.choice([None] * 9 + ["a"]),
         rank=rng.randrange(shape.ranks),
+        cancelled=rng.choice([None] * 7 + [CANCELLED_SECONDS * rng.random()]),
+        disconnects=rng.random() < 0.5,
     )
 
 
@@ -151,6 +164,10 @@ def _controls(rng: random.Random, shape: Shape) -> Iterator[Control]:
         if rng.random() < chance:
             named = f"pause {rng.choice(MODES)}" if what == "pause" else what
             yield Control(named, rng.randrange(shape.burst), rng.choice([0.0, 0.05, 0.3]))
+    if shape.weights and rng.random() < 0.25:
+        yield Control(f"weights {rng.choice(shape.weights)}", rng.randrange(shape.burst), 0.0)
+    if shape.sleeps and rng.random() < 0.15:
+        yield Control("sleep", rng.randrange(shape.burst), rng.choice([0.0, 0.05, 0.3]))
 
 
 class Wrong(Exception):
@@ -240,15 +257,14 @@ class Driver:
             body["extra_key"] = ask.tenant
         if actions := _hints(random.Random(f"hints {self.seed} {ask.number}")):
             body["kv_hints"] = {"protocol_version": "1", "message_id": "m", "actions": actions}
-        if ask.end == "abort":
+        if ask.end == "abort" or ask.cancelled is not None:
             body["rid"] = f"{ask.number}-{uuid.uuid4().hex}"
         if self.shape.ranks > 1:
             body["routed_dp_rank"] = ask.rank
         self.seen["requests"] += 1
-        # Not `Server.send`, because the request may be cut off before its response.
-        address = urllib.parse.urlsplit(self.url)
-        with closing(http.client.HTTPConnection(address.netloc, timeout=STUCK_SECONDS)) as connection:
-            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        if ask.cancelled is not None:
+            body = self._cancel(ask, ask.cancelled, body)
+        with closing(self._begin(body)) as connection:
             if cut and not ask.after:
                 if ask.end == "gone":
                     self.seen["gone"] += 1
@@ -262,6 +278,27 @@ class Driver:
             answers = json.loads(response.read())
         first = answers[0] if isinstance(answers, list) else answers
         return self._ended(first)
+
+    def _begin(self, body: dict[str, Any]) -> http.client.HTTPConnection:
+        """Send a request without waiting for its response, before which it may be cut off."""
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(self.url).netloc, timeout=STUCK_SECONDS)
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def _cancel(self, ask: Ask, seconds: float, body: dict[str, Any]) -> dict[str, Any]:
+        """Send the request and cancel it after `seconds`. Return the body of the second attempt."""
+        with closing(self._begin(body)) as connection:
+            time.sleep(seconds)
+            if ask.disconnects:
+                self.seen["cancelled by disconnecting"] += 1
+                return {**body, "rid": f"{body['rid']}-again"}  # the server notices after seconds that a client left
+            self._post("/abort_request", {"rid": body["rid"]})
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        if response.status != 200:
+            self._error(f"{response.status}: {text}")
+        self.seen["cancelled by abort"] += 1
+        return body
 
     def _streamed(self, ask: Ask, rid: str | None, response: http.client.HTTPResponse) -> list[int]:
         last: dict[str, Any] = {}
@@ -327,6 +364,21 @@ class Driver:
                 self.seen["abort all"] += 1
             elif control.what == "check":
                 self.check()
+            elif control.what.startswith("weights"):
+                self.update_weights(control.what.removeprefix("weights "))
+            elif control.what == "sleep":
+                self._sleep(control.seconds)
+
+    def update_weights(self, checkpoint: str) -> None:
+        self.server.request("/update_weights_from_disk", {"model_path": checkpoint}, STUCK_SECONDS)
+        self.seen["weight updates"] += 1
+
+    def _sleep(self, seconds: float) -> None:
+        body = {"tags": ["kv_cache"]}
+        self.server.request("/release_memory_occupation", body, STUCK_SECONDS)
+        time.sleep(seconds)
+        self.server.request("/resume_memory_occupation", body, STUCK_SECONDS)
+        self.seen["sleeps"] += 1
 
     def _pause(self, control: Control) -> None:
         mode = control.what.split()[1]
@@ -378,30 +430,38 @@ class Driver:
         last = [ask for ask in burst.asks if len(prompts[ask.number]) > BLOCK][-2 * self.shape.together :]
         for ask in rng.sample(last, min(COMPARED, len(last))):
             fields: dict[str, Any] = {"routed_dp_rank": ask.rank} if self.shape.ranks > 1 else {}
-            ids = prompts[ask.number]
-            if not self._compare_one(ask, ids, fields):
-                self._compare_one(ask, ids, fields)
+            ids, name = prompts[ask.number], f"request {ask.number}"
+            if not self.compare(ids, name, **fields):
+                self.compare(ids, name, **fields)
 
-    def _compare_one(self, ask: Ask, ids: list[int], fields: dict[str, Any]) -> bool:
-        """Compare one prompt. Return True if the warm request hit the cache."""
+    def compare(self, ids: list[int], name: str, **fields: Any) -> int:
+        """Compare a warm answer to a prompt with cold ones. Return the number of tokens that it hit.
+
+        Args:
+            ids: token ids of the prompt.
+            name: name of the prompt in a message.
+            **fields: fields of the requests.
+
+        Raises:
+            Wrong: the answers differ by more than rounding explains.
+        """
         distance = distance_to_cold(self.server, ids, **fields)
         self.distances.append(distance)
         self.seen["compared warm"] += distance.cached > 0
         noise = sum(other.cold for other in self.distances) / len(self.distances)
         if too_far(distance, noise, self.tolerance):
-            raise Wrong(
-                f"request {ask.number} ({len(ids)} tokens): the warm answer differs from the cold answer: {distance}"
-            )
-        return distance.cached > 0
+            raise Wrong(f"{name} ({len(ids)} tokens): the warm answer differs from the cold answer: {distance}")
+        return distance.cached
 
 
-def play(driver: Driver, requests: int, limit: float) -> None:
+def play(driver: Driver, requests: int, limit: float, after_burst: Callable[[Burst], None] | None = None) -> None:
     """Play bursts until `requests` requests were sent, or until another burst would exceed the time limit.
 
     Args:
         driver: driver of the server.
         requests: number of requests after which to stop.
         limit: seconds in total. The next burst is assumed to take as long as the longest so far.
+        after_burst: called after each burst. Its errors are reported like those of the burst.
 
     Raises:
         Wrong: an invariant is violated. The message has the seed and the number of the burst.
@@ -411,6 +471,8 @@ def play(driver: Driver, requests: int, limit: float) -> None:
         begin = time.monotonic()
         try:
             driver.run(burst)
+            if after_burst is not None:
+                after_burst(burst)
         except (Wrong, OSError, RuntimeError, http.client.HTTPException) as error:
             raise Wrong(f"seed {driver.seed}, burst {burst.number}: {type(error).__name__}: {error}") from error
         longest = max(longest, time.monotonic() - begin)

@@ -38,7 +38,7 @@ def fault() -> str:
 def plugged(folder: Path) -> Iterator[None]:
     """Context manager: servers that start inside load the plugin, as an installed distribution in `folder`."""
     described = folder / "server_plugin-0.dist-info"
-    described.mkdir()
+    described.mkdir(parents=True, exist_ok=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: server_plugin\nVersion: 0\n")
     (described / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\nserver_plugin = support.server_plugin:register\n"
