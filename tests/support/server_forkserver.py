@@ -58,6 +58,9 @@ class Forked:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
         return self.returncode
 
+    def terminate(self) -> None:
+        self._process.terminate()
+
     def kill(self) -> None:
         self._process.kill()
 
