@@ -74,7 +74,9 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
 
 def arguments(**given: Any) -> ServerArgs:
     """Return ServerArgs. SGLang resolves nothing for the model path "dummy"."""
-    return ServerArgs(**{"model_path": "dummy", "device": "cuda", **given})
+    args = ServerArgs(**{"model_path": "dummy", "device": "cuda", **given})
+    args._cuda_graph_config_locked = set()
+    return args
 
 
 def config(**values: Any) -> SimpleNamespace:
@@ -255,12 +257,21 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
     asked = graphs()
     asked.prefill.max_bs = 1000
     args = arguments(cuda_graph_config=asked, **given)
-    args._cuda_graph_config_locked = set()
     prefill_graphs.switch_on(args)
     found = current_flags(args).cuda_graph_config.prefill
     assert found.backend == backend
     if backend == "breakable":
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
+
+
+def test_prefill_graphs_are_off_for_v41() -> None:
+    args = arguments(cuda_graph_config=graphs(prefill="breakable"))
+    prefill_graphs.switch_off(args)
+    assert current_flags(args).cuda_graph_config.prefill.backend == "disabled"
+    args._cuda_graph_config_locked = {("prefill", "backend")}
+    with pytest.raises(LaunchError) as rejected:
+        reject_given(args, config(model_type="deepseek_v41"), Options())
+    assert any(line.startswith("--cuda-graph-backend-prefill breakable is not") for line in rejected.value.args)
 
 
 def test_coordination_of_ranks_is_rejected_with_dp_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,10 +372,7 @@ def test_another_model() -> None:
 V41: dict[str, dict[str, Any]] = {
     "--device cuda": {"device": "cuda"},
     "--speculative-algorithm DSPARK": {"speculative_algorithm": "DSPARK"},
-    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
-    "--tp-size 2": {"tp_size": 2},
-    "--enable-dp-attention": {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
     "the option entry_format fp32": {"options": Options(entry_format="fp32")},
     "the option indexer_format nvfp4": {"options": Options(indexer_format="nvfp4")},

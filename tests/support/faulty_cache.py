@@ -70,10 +70,11 @@ def _store(original: Callable[..., None], state: Any, slots: Any, snapshots: Any
             state._all_rings[:, state.num_slots + snapshot - 1] = 0
 
 
-def _select(original: Callable[..., None], step: Any, layer: int, *arguments: Any) -> None:
-    if step.schedule[layer].within_candidates and fault() == "candidates of nobody":
-        step._candidates = step._candidates.clamp(max=0)
-    original(step, layer, *arguments)
+def _candidates(original: Callable[..., Any], ops: Any, layer: int, tokens: int) -> Any:
+    size, kept, within = original(ops, layer, tokens)
+    if within is not None and fault() == "candidates of nobody":
+        within = within.clamp(max=0)
+    return size, kept, within
 
 
 def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, snapshots: Any, live: Any) -> None:
@@ -210,7 +211,7 @@ def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = 
 HOOKS: dict[str, Callable[..., Any]] = {
     "dsv4_sglang.srt.attention.backend.HybridCacheBackend.forward": _forward,
     "dsv4_sglang.cache.state_cache.StateStorage.store": _store,
-    "dsv4_sglang.cache.v41_step.V41Step.select": _select,
+    "dsv4_sglang.srt.attention.layer_ops.LayerOps._candidates": _candidates,
     "dsv4_sglang.srt.prefix_cache.slots.SnapshotSlots.load_to_active": _load_to_active,
     "dsv4_sglang.srt.prefix_cache.registry.SnapshotRegistry.unlock": _unlock,
     "dsv4_sglang.srt.attention.collectives.gather_from_copy": _gather,

@@ -76,7 +76,7 @@ class Blocks(KVCache):
     def __init__(self, blocks: int) -> None:
         self.size, self.page_size, self.device, self.layer_num = blocks * BLOCK, BLOCK, "cpu", len(WITH_BLOCKS)
         self.compressed_layers = list(WITH_BLOCKS)
-        schema = SimpleNamespace(kv_format=KVFormat.FP32, key_format=KeyFormat.FP32)
+        schema = SimpleNamespace(ring_format=KVFormat.FP32, entry_format=KVFormat.FP32, key_format=KeyFormat.FP32)
         self.layout = SimpleNamespace(schemas=[schema] * LAYERS)
         self.tokens = {layer: torch.zeros(blocks + 1, BLOCK, dtype=torch.int64) for layer in WITH_BLOCKS}
         self.pools = [
@@ -263,6 +263,8 @@ class HostCacheServer(BlockOwner):
         # Errors: steps that read wrong bytes, and wrong evictions.
         self.wrong: list[str] = []
         self.last: tuple[list[tuple[Request, str]], Event] | None = None
+        # If set, requests get random hints.
+        self.hint_rng: random.Random | None = None
         self.from_host = self.admitted = 0
         self.copies_fail = False
         self._watch(monkeypatch)
@@ -527,6 +529,8 @@ class HostCacheServer(BlockOwner):
             return None  # its load may still be running
         self._consumer = cache.ready_to_load_host_cache()
         source = self._take_slots(request)
+        if self.hint_rng is not None:
+            self.give_hints(request, self.hint_rng)
         end, taken = self._chunk(request, begin)
         self.done["admitted"] += 1
         return self._step(request, begin, end, source, taken)
@@ -668,6 +672,7 @@ class HostCacheServer(BlockOwner):
         assert not found.findings, str(found)
         self.check_events()
         self.check_orders()
+        self.check_pins()
         cache = self.cache
         for node in cache.tree_core._collect_all_nodes():
             if (

@@ -281,6 +281,15 @@ def running(model: Path, log: Path, *flags: str, **options: Any) -> Iterator[Ser
             Progress(process, log).check()
 
 
+def kv_hints(**actions: dict[str, Any]) -> dict[str, Any]:
+    """Return the field `kv_hints` with the actions of these types and payloads."""
+    listed = [
+        {"action_id": kind, "action_type": kind, "action_version": "1", "payload": payload}
+        for kind, payload in actions.items()
+    ]
+    return {"protocol_version": "1", "message_id": uuid.uuid4().hex, "actions": listed}
+
+
 def empty_device(server: Server) -> None:
     """Release and resume the memory of the cache. A host cache keeps its contents."""
     server.post("/release_memory_occupation", {"tags": ["kv_cache"]})

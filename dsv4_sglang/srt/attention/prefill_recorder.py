@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,15 +22,20 @@ class PrefillRecorder:
     Args:
         max_blocks: blocks of the longest context; 0 for layers without compressed entries.
         staging_slots: state slots that hold the snapshots of a step until its end.
-        top_k: entries that a token selects in a CSA layer.
+        limits: most entries that a token reads, by their ratio (`layer_spec.entry_limits`).
         scratch: scratch memory of the backend.
         padded_heads: heads of a query buffer with padding heads; 0 if the queries have none.
     """
 
     def __init__(
-        self, max_blocks: int, staging_slots: range, top_k: int, scratch: StepScratch, padded_heads: int
+        self,
+        max_blocks: int,
+        staging_slots: range,
+        limits: Mapping[int, int | None],
+        scratch: StepScratch,
+        padded_heads: int,
     ) -> None:
-        self.max_blocks, self.staging_slots, self.top_k = max_blocks, staging_slots, top_k
+        self.max_blocks, self.staging_slots, self.limits = max_blocks, staging_slots, limits
         self.scratch, self.padded_heads = scratch, padded_heads
         # True if the current step is a prefill step in a CUDA graph.
         self.active = False
@@ -51,7 +57,7 @@ class PrefillRecorder:
     def _allocate(self, tokens: int) -> PrefillBuffers:
         scratch = self.scratch
         buffers = PrefillBuffers(
-            tokens, MAX_RECORDED_REQUESTS, self.max_blocks, self.staging_slots, self.scratch.device
+            tokens, MAX_RECORDED_REQUESTS, self.max_blocks, self.staging_slots, scratch.device, limits=self.limits
         )
         at_once = scratch.scored_at_once(tokens, buffers.block_table, RECORDED_SCRATCH_BYTES)
         scratch.reserve(tokens, self.padded_heads, at_once, buffers.block_table)
@@ -65,7 +71,7 @@ class PrefillRecorder:
             The copies of its snapshots. Those that are not due have a snapshot slot below 1.
         """
         assert self._buffers is not None, "a step is recorded before it is built"
-        build_recorded(self._buffers, step.positions.shape[0], step.out_loc, self.top_k)
+        build_recorded(self._buffers, step.positions.shape[0], step.out_loc)
         return SlotCopies(self._buffers.copy_src, self._buffers.copy_dst)
 
     def replay(self, inputs: dict[str, Any], copies: SlotCopies | None) -> None:

@@ -22,7 +22,7 @@ from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
 from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, REJECTION, on_grid
-from dsv4_sglang.srt.sglang.flags import flag_defaults
+from dsv4_sglang.srt.sglang.flags import flag_defaults, given_graph_settings
 
 # CUDA graphs of a phase: the only kind that is served, and the reason.
 GRAPHS = (
@@ -291,11 +291,15 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     if args.device != "cpu":
         yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
     for field, served in (
-        *(("speculative_algorithm", None), ("enable_hierarchical_cache", False), ("enable_dp_attention", False)),
-        *(("disaggregation_mode", "null"), ("tp_size", 1)),
+        ("speculative_algorithm", None),
+        ("disaggregation_mode", "null"),
     ):
         if (value := getattr(args, field)) != served:
             yield _named(field, value), f"{untested}; leave it out"
+    if ("prefill", "backend") in given_graph_settings(args) and args.cuda_graph_config.prefill.backend != "disabled":
+        backend = args.cuda_graph_config.prefill.backend
+        reason = "the selection of DeepSeek-V4.1 cannot be recorded for a whole context; leave it out"
+        yield f"--cuda-graph-backend-prefill {backend}", reason
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
