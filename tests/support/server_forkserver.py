@@ -58,6 +58,9 @@ class Forked:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
         return self.returncode
 
+    def terminate(self) -> None:
+        self._process.terminate()
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -111,4 +114,9 @@ def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str,
     # SGLang requests spawned processes, which would import everything again.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[method-assign]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception:
+        # As the main program's; multiprocessing would print the traceback instead.
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
