@@ -130,7 +130,8 @@ def test_ctrl_c_while_it_starts(tiny: Callable[..., Path], tmp_path: Path) -> No
         finally:
             stop(process, grace_seconds=0)
     text = log.read_text(errors="replace")
-    assert text.splitlines()[-1] == "dsv4-sglang: interrupted before the server was up" and "Traceback" not in text
+    # The main thread may log until the process exits.
+    assert "dsv4-sglang: interrupted before the server was up" in text.splitlines() and "Traceback" not in text
     assert all(map(has_ended, started))
 
 

@@ -27,8 +27,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def _end(_number: int, _frame: Any = None) -> NoReturn:
     """Handler of SIGINT until the server installs its own. End this process and its subprocesses."""
-    print("dsv4-sglang: interrupted before the server was up", file=sys.stderr, flush=True)
     started = [process.pid for process in psutil.Process().children(recursive=True)]
+    print("dsv4-sglang: interrupted before the server was up", file=sys.stderr, flush=True)
     sys.setswitchinterval(LONG)  # the main thread must not see that a subprocess has ended, and report it
     for pid in started:
         with suppress(ProcessLookupError):
