@@ -88,8 +88,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         staging_slots = range(live.size + 1, live.size + 1 + live.staging)
         slots = getattr(runner.req_to_token_pool, "mamba_ckpt_pool", None)
         self.snapshots = SnapshotWriter(self.state, staging_slots, None if slots is None else slots.timer)
+        has_short_forms = get_parallel().attn_dp_size == 1
         self.recorder = PrefillRecorder(
-            self.max_blocks, staging_slots, self.top_k, self.scratch, self.layers.padded_heads
+            self.max_blocks, staging_slots, self.top_k, self.layers, has_short_forms=has_short_forms
         )
 
     def make_layers(self, blocks: CompressedKVPool) -> LayerOps:
@@ -108,7 +109,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = self._make_buffers(max_bs, max_num_tokens // max_bs)
         self._verify_mask = make_verify_mask(self, requests=max_bs)
-        self.scratch.reserve(max_num_tokens, self.layers.padded_heads, max_num_tokens, self._graph_buffers.block_table)
+        scores = max_num_tokens * self.scratch.score_width(self._graph_buffers.block_table)
+        self.scratch.reserve(max_num_tokens, self.layers.padded_heads, scores)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -168,7 +170,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             max_length=max(lengths),
             padding=padding,
         )
-        self.layers.begin_step(self.metadata, [*lengths, padding] if padding else lengths)
+        self.layers.begin_step(self.metadata, sum(-(-length // BLOCK_TOKENS) for length in lengths))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Build the metadata of a step that is no prefill. A CUDA graph records this before the layers."""
@@ -229,7 +231,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             return
         assert self.metadata is not None
         self.snapshots.staged = self.recorder.build(self.metadata)
-        self.layers.begin_step(self.metadata, recorded=True)
 
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
         self, capture_metadata: StepMetadata, forward_batch: Any, *, static_forward_batch: Any = None
@@ -238,7 +239,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         host cache, so the step waits here for all of them."""
         staged = self.snapshots.stage(self.take_prefill_plan(), forward_batch.req_pool_indices.shape[0])
         self.recorder.replay(prefill_inputs(forward_batch, self.req_to_token_pool, staged), self.snapshots.staged)
-        self.metadata = capture_metadata
+        lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        self.metadata = self.recorder.choose_form(capture_metadata, *lens)
         self.token_to_kv_pool.wait_for_layer(self.last_layer)
 
     # Snapshots of verify steps

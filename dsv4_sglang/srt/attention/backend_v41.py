@@ -52,7 +52,7 @@ class V41LayerOps(LayerOps):
         )
         self.step: V41Step | None = None
 
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None = None, *, recorded: bool = False) -> None:
+    def begin_step(self, step: StepMetadata, most_blocks: int | None = None, *, recorded: bool = False) -> None:
         self.step = V41Step(self.config, self.schedule, self.state, self.pools, step)
 
 
