@@ -107,6 +107,8 @@ class FormSteps:
             heads=s.heads,
             top_k=s.top_k,
             requests=requests,
+            staging=4,
+            snapshots=4,
             context=s.context,
             formats=s.formats,
             dtype=s.dtype,
