@@ -56,6 +56,7 @@ def make_runner(
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(num_attention_heads=heads, index_topk=top_k), context_len=context
         ),
+        server_args=SimpleNamespace(enable_hierarchical_cache=False),
         is_draft_worker=False,
         spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
         device=device,

@@ -19,6 +19,7 @@ from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
+from dsv4_sglang.srt.attention.layer_arrivals import LayerArrivals
 from dsv4_sglang.srt.attention.layer_ops import LayerInputs, LayerOps
 from dsv4_sglang.srt.attention.prefill_recorder import PrefillRecorder
 from dsv4_sglang.srt.attention.snapshot_writer import SlotCopies, SnapshotWriter, StagedSnapshots
@@ -87,6 +88,10 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.layers = self.make_layers(blocks)
         staging_slots = range(live.size + 1, live.size + 1 + live.staging)
         slots = getattr(runner.req_to_token_pool, "mamba_ckpt_pool", None)
+        has_host_cache = runner.server_args.enable_hierarchical_cache and not self.is_draft
+        self.arrivals = LayerArrivals(
+            self.token_to_kv_pool, len(self.schemas), self.scratch.device, has_host_cache=has_host_cache
+        )
         self.snapshots = SnapshotWriter(self.state, staging_slots, None if slots is None else slots.timer)
         has_short_forms = get_parallel().attn_dp_size == 1
         self.recorder = PrefillRecorder(
@@ -235,13 +240,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
         self, capture_metadata: StepMetadata, forward_batch: Any, *, static_forward_batch: Any = None
     ) -> None:
-        """Prepare the replay of a recorded prefill step. The graph cannot wait for single layers of a load from the
-        host cache, so the step waits here for all of them."""
+        """Prepare the replay of a recorded prefill step."""
         staged = self.snapshots.stage(self.take_prefill_plan(), forward_batch.req_pool_indices.shape[0])
         self.recorder.replay(prefill_inputs(forward_batch, self.req_to_token_pool, staged), self.snapshots.staged)
         lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         self.metadata = self.recorder.choose_form(capture_metadata, *lens)
-        self.token_to_kv_pool.wait_for_layer(self.last_layer)
+        self.arrivals.expect()
 
     # Snapshots of verify steps
 
@@ -332,8 +336,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
         step, number, window = self.step_of_tokens(q), layer.layer_id, None
         if not step.is_decode:
-            if not self.recorder.active:
-                self.token_to_kv_pool.wait_for_layer(number)
+            self.arrivals.wait(number, recorded=self.recorder.active)
             window = self.scratch.window(step.window_size)
         projections = Projections(k.flatten(1), inputs.kv_score, inputs.index_kv_score)
         self.layers.append(number, inputs.weights, projections, step, window)
