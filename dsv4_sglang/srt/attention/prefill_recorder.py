@@ -26,6 +26,9 @@ from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES
 
 # Smallest recorded step with a short form. At fewer tokens the forms take nearly the same time.
 SHORT_FORM_TOKENS = 256
+# Maximum blocks of a request of a step in its short form, 65,536 tokens. It has 16,384 scores per token, as many as the
+# selection kernel holds in registers (csrc/index/select.cu), and a step of 2,048 tokens fills RECORDED_SCRATCH_BYTES.
+SHORT_FORM_CONTEXT_BLOCKS = 512
 # Maximum blocks of all requests of a step in its short form. Their gathered entries take 56 MiB, and gathering them
 # pays in a step of SHORT_FORM_TOKENS (`sparse_prefill.MAX_GATHERED_PER_TOKEN`).
 SHORT_FORM_BLOCKS = 1792
@@ -72,9 +75,9 @@ class PrefillRecorder:
         only."""
         if not self.has_short_forms or tokens < SHORT_FORM_TOKENS:
             return None
-        entries = RECORDED_SCRATCH_BYTES // (4 * tokens)
-        blocks = entries * CSA_RATIO // BLOCK_TOKENS // LIST_ALIGNMENT * LIST_ALIGNMENT
-        context_blocks = min(blocks, align(self.max_blocks))
+        scores = RECORDED_SCRATCH_BYTES // (4 * tokens)
+        with_scores = scores * CSA_RATIO // BLOCK_TOKENS // LIST_ALIGNMENT * LIST_ALIGNMENT
+        context_blocks = min(SHORT_FORM_CONTEXT_BLOCKS, with_scores, align(self.max_blocks))
         return ShortForm(context_blocks, SHORT_FORM_BLOCKS) if context_blocks else None
 
     def record(self, tokens: int, out_loc: Tensor) -> StepMetadata:
