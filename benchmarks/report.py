@@ -195,7 +195,7 @@ FIGURES = {
     "TTFT ms": ("value",),
     "decode tokens/s": ("value", "step_ms", "between_tokens_ms.p50", "between_tokens_ms.p95"),
     "decode": ("value", "between_tokens_ms.p50", "between_tokens_ms.p95"),
-    "turnover tokens/s": ("value",),
+    "turnover tokens/s/GPU": ("value", "first_token_ms.p50", "later_token_ms.p50"),
     "GPU step us (profiled)": ("value", "idle_us"),
     "trace": ("hit_of_ideal", "first_token_ms.p50", "first_token_ms.p95"),
     None: ("hit_of_ideal", "turn_s_p50"),

@@ -19,8 +19,10 @@ is timed. Measures:
   the random acceptance length, and the time of a speculative round does not. One of the N answers is streamed;
   `between_tokens_ms` has the times between its tokens (with speculation, its rounds) as the client sees them.
 - ttft: one prompt alone, one token (--cold: other lengths).
-- turnover: N clients, each sending one request after the other, with answers of different lengths. Tokens/s includes
-  all prefills, and with `--flags "--enable-hierarchical-cache ..."` all writes to the host.
+- turnover: N clients, each sending one request after the other, all with new prompts (--prompt) and answers of --answer
+  tokens: at least 8 requests and 2 per client. The figures are the columns of SGLang's cookbook: tokens/s of prompts
+  and answers per GPU, p50 of the time to the first token (TTFT) and of the time per later token (TPOT). With
+  `--flags "--enable-hierarchical-cache ..."` they include all writes to the host.
 - profile: a decode step at each number of requests and one prefill, kernel by kernel. Read the result with
   `python -m benchmarks.profile_steps`.
 
@@ -33,12 +35,15 @@ import contextlib
 import dataclasses
 import shlex
 import time
+from array import array
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from benchmarks import bench, command_line, profile_steps, report, servers
+from benchmarks.client import Client
+from benchmarks.report import spread
 from benchmarks.servers import Server
 
 MEASURES = ("decode", "turnover", "ttft", "profile")
@@ -49,39 +54,53 @@ class Load:
     """Sizes of the measures `turnover` and `profile`.
 
     Attributes:
-        turnover: clients -> mean tokens of an answer.
-        requests_a_client: requests that a client sends.
+        turnover: numbers of clients.
+        answer: tokens of an answer of `turnover`.
         profile: numbers of concurrent requests.
         profile_tokens: tokens of each, enough to find the requests running in the log and then to profile them.
         profile_prompt: tokens of the profiled prefill.
     """
 
-    turnover: dict[int, int]
-    requests_a_client: int
+    turnover: tuple[int, ...]
+    answer: int
     profile: tuple[int, ...]
     profile_tokens: int
     profile_prompt: int
 
 
-FULL, QUICK, DRY = Load({64: 512}, 4, (1, 16, 64, 256), 256, 8192), (1, 64), Load({2: 16}, 2, (1, 2), 80, 64)
+FULL, QUICK = Load((1, 16, 64, 256), 1024, (1, 16, 64, 256), 256, 8192), (1, 64)
+DRY = Load((2,), 16, (1, 2), 80, 64)
 
 
 class Bench(bench.Bench):
     @property
     def load(self) -> Load:
-        return DRY if self.args.dry_run else dataclasses.replace(FULL, profile=QUICK) if self.args.quick else FULL
+        args = self.args
+        if args.dry_run:
+            return DRY
+        profile = QUICK if args.quick else FULL.profile
+        return dataclasses.replace(FULL, turnover=args.clients or FULL.turnover, answer=args.answer, profile=profile)
 
     def turnover(self, server: Server) -> Iterator[dict[str, Any]]:
-        load, length = self.load, self.sizes.prompt
-        for clients, tokens in load.turnover.items():
-            # Answers of 0.5 to 1.5 times the length, so that requests end and are saved all the time.
-            lengths = [tokens // 2 + tokens * (7 * i % 16) // 16 for i in range(load.requests_a_client * clients)]
-            asked = [(self.prompt(length), answer) for answer in lengths]
+        client = Client(server.url)
+        length, answer = self.sizes.prompt, self.load.answer
+        for clients in self.load.turnover:
+            prompts = [array("i", self.prompt(length)) for _ in range(max(8, 2 * clients))]
             before, start = servers.host_copies(server.url), time.monotonic()
             with ThreadPoolExecutor(clients) as pool:
-                list(pool.map(lambda one: server.generate(*one), asked))
+                answers = list(pool.map(partial(client.generate, count=answer), prompts))
             seconds = time.monotonic() - start
-            row = {"measure": "turnover tokens/s", "at": clients, "value": sum(lengths) / seconds, "seconds": seconds}
+            row = {
+                "measure": "turnover tokens/s/GPU",
+                "at": clients,
+                "value": len(prompts) * (length + answer) / seconds / self.args.tp,
+                "requests": len(prompts),
+                "prompt": length,
+                "answer": answer,
+                "seconds": seconds,
+                "first_token_ms": spread([one.first_token_s for one in answers]),
+                "later_token_ms": spread([(one.total_s - one.first_token_s) / (answer - 1) for one in answers]),
+            }
             server.generate(self.prompt(length), 1)  # counters are published when requests start and end
             copies = {name: value - before[name] for name, value in servers.host_copies(server.url).items()}
             yield row | ({"host copies": copies} if copies else {})
@@ -141,10 +160,15 @@ def main(argv: list[str] | None = None) -> int:
     options = command_line.report_parser(__doc__)
     options.add_argument("--measure", default="decode,ttft", help=f"some of {', '.join(MEASURES)} (%(default)s)")
     options.add_argument("--cold", default="", help="tokens of the prompts of ttft, as in 8192,65536 (the default)")
+    options.add_argument("--clients", default="", help="clients of turnover, as in 1,64 (default: 1,16,64,256)")
+    options.add_argument("--answer", type=int, default=FULL.answer, help="tokens of its answers (%(default)s)")
     command_line.add_servers(options, "ours,in-tree")
     command_line.add_decode(options)
     args = options.parse_args(argv)
     command_line.resolve(options, args)
+    args.clients = tuple(command_line.numbers(options, "clients", args.clients, most=command_line.MAX_REQUESTS))
+    if args.answer < 2:
+        options.error(f"--answer {args.answer}: expected at least 2 tokens, a first and a later one")
     args.measure = args.measure.split(",")
     if unknown := set(args.measure) - {*MEASURES}:
         options.error(f"--measure {min(unknown)}: expected some of {', '.join(MEASURES)}")
