@@ -97,7 +97,7 @@ def _log_uniform(rng: random.Random, low: float, high: float) -> float:
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
-def _script(config: TraceConfig, conversation: int) -> list[Turn]:
+def script(config: TraceConfig, conversation: int) -> list[Turn]:
     """Return the turns of one conversation, in order."""
     rng = random.Random(config.seed * 1_000_003 + conversation)
     system = rng.randrange(len(config.systems))
@@ -156,7 +156,7 @@ def timed(config: TraceConfig) -> Iterator[tuple[float, Turn]]:
     started = min(config.active, config.conversations)
     queue = [(rng.random(), c, 0) for c in range(started)]
     heapq.heapify(queue)
-    scripts = {c: _script(config, c) for c in range(started)}
+    scripts = {c: script(config, c) for c in range(started)}
     if config.midway:
         scripts = {c: _from(turns, rng.randrange(len(turns)), config) for c, turns in scripts.items()}
         queue = [(when, c, scripts[c][0].number) for when, c, _ in queue]
@@ -169,7 +169,7 @@ def timed(config: TraceConfig) -> Iterator[tuple[float, Turn]]:
             continue
         del scripts[conversation]
         if started < config.conversations:
-            scripts[started] = _script(config, started)
+            scripts[started] = script(config, started)
             heapq.heappush(queue, (now + rng.lognormvariate(0.0, 0.7), started, 0))
             started += 1
 

@@ -81,6 +81,7 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
             rope=shared.rope,
             scale=SCALE,
             kv_format=KVFormat.FP8,
+            entry_format=KVFormat.FP8,
             ratio=case.ratio,
         )
         for layer in range(layers)

@@ -58,7 +58,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     """Return the sizes of a command line. --decode, --cold and --prompt replace parts of the default."""
     if args.dry_run:
         return DRY
-    chosen = QUICK if args.quick else SHORT if args.model == "v4flash" else FULL
+    chosen = QUICK if args.quick else FULL if args.model == "flashshape" else SHORT
     if args.decode:
         chosen = dataclasses.replace(chosen, decode={n: chosen.decode.get(n, 160) for n in args.decode})
     if args.cold:
@@ -112,7 +112,7 @@ class Bench:
         """Return the flags of every server: `base`, then those of the options. --flags come last, so that they win."""
         args = self.args
         return [
-            *(() if args.dry_run else ("--load-format", "dummy")),
+            *(() if args.dry_run else ("--load-format", "dummy", *MODELS[args.model].flags)),
             *base,
             *(("--tp-size", str(args.tp)) if args.tp > 1 else ()),
             *(("--dp-size", str(args.dp), "--enable-dp-attention") if args.dp > 1 else ()),
@@ -122,7 +122,11 @@ class Bench:
     def environment(self) -> dict[str, str]:
         """Return additional variables of every server. With dummy weights no draft is right, so acceptance is
         simulated."""
-        return {"SGLANG_SIMULATE_ACC_LEN": str(self.args.accept_length)} if self.args.speculate else {}
+        args = self.args
+        return {
+            **({"SGLANG_DSV4_FP4_EXPERTS": "1"} if MODELS[args.model].fp4_experts else {}),
+            **({"SGLANG_SIMULATE_ACC_LEN": str(args.accept_length)} if args.speculate else {}),
+        }
 
     def added(self, subject: str) -> str:
         """Return the flags of one server in addition to those of every server."""

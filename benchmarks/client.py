@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 TIERS = ("device", "host", "storage")
 
@@ -51,15 +52,17 @@ class Client:
             raise ValueError(f"server URL is {url!r}; expected http://HOST:PORT")
         self.host, self.port, self.timeout_s = parts.hostname, parts.port or 80, timeout_s
 
-    def generate(self, prompt: array[int], count: int) -> Answer:
+    def generate(self, prompt: array[int], count: int, **fields: Any) -> Answer:
         """Generate exactly `count` tokens greedily, streamed to measure the time to first token.
+
+        `fields`: further fields of the request.
 
         Raises:
             RuntimeError: the server answers with an error.
         """
-        return self.prepared(prompt, count)()
+        return self.prepared(prompt, count, **fields)()
 
-    def prepared(self, prompt: array[int], count: int) -> Callable[[], Answer]:
+    def prepared(self, prompt: array[int], count: int, **fields: Any) -> Callable[[], Answer]:
         """Return `generate` with these arguments as a function whose request body is already encoded.
 
         Encoding holds the GIL for milliseconds, which would keep requests from starting together.
@@ -68,6 +71,7 @@ class Client:
             "input_ids": prompt.tolist(),
             "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
             "stream": True,
+            **fields,
         }
         return partial(self._send, json.dumps(body).encode(), len(prompt), count)
 

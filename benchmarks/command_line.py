@@ -21,17 +21,29 @@ MAX_REQUESTS = 256
 
 @dataclass(frozen=True)
 class Model:
-    """A model with its defaults. `memory` is the share of a GPU for weights and cache, `gpus` the least number."""
+    """A model with its defaults.
+
+    Attributes:
+        folder: folder with its config.json.
+        memory: share of a GPU's memory for weights and cache.
+        start_seconds: time limit of a start.
+        gpus: least number of GPUs.
+        fp4_experts: the experts are in FP4, else in the format of the other weights.
+        flags: flags of every server of this model.
+    """
 
     folder: Path
     memory: float
     start_seconds: float
     gpus: int
+    fp4_experts: bool = False
+    flags: tuple[str, ...] = ()
 
 
 MODELS = {
     "flashshape": Model(CONFIGS / "flashshape", 0.6, 240, 1),
     "v4flash": Model(CONFIGS / "v4flash", 0.85, 420, 2),
+    "v4flash_fp4": Model(CONFIGS / "v4flash_fp4", 0.85, 900, 4, True, ("--moe-runner-backend", "marlin")),
 }
 # Prefill graphs of SGLang whose sizes fit the loads of `benchmarks.turns`.
 BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
@@ -82,10 +94,8 @@ def add_model(options: argparse.ArgumentParser) -> None:
     """Add the options of a program that starts servers of one model."""
     options.add_argument("--model", choices=MODELS, default="flashshape", help="in benchmarks/configs (%(default)s)")
     options.add_argument("--flags", default="", help='more flags for all servers, as in --flags="--sleep-on-idle"')
-    options.add_argument(
-        "--mem-fraction-static", type=float, dest="memory", help="default: 0.6 flashshape, 0.85 v4flash"
-    )
-    options.add_argument("--start-timeout", type=float, help="seconds to start (default: 240 flashshape, 420 v4flash)")
+    options.add_argument("--mem-fraction-static", type=float, dest="memory", help="default: 0.6 flashshape, else 0.85")
+    options.add_argument("--start-timeout", type=float, help="seconds to start (default: that of the model)")
     options.set_defaults(servers="", starts=1, tp=1, dp=1, gpus="", speculate=0, decode="", cold="", url="")
 
 

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks import command_line, report, tables, timing
 from benchmarks.append_ours import ops_for
+from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers `index_topk` for CUDA)
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import CSA_RATIO

@@ -3,14 +3,16 @@
     python -m benchmarks.prefix_simulation [--parts loop,share] [--out DIR]
 
 Studies: `loop` (conversations visited in turn), `interval` (of snapshots in long prefills), `share` (of snapshots in
-memory), `memory` (and active conversations; half an hour, left out by --quick), `loads` (those of `prefix_trace`).
+memory), `memory` (and active conversations; half an hour, left out by --quick), `loads` (those of `prefix_trace`),
+`hints` (of agents, right and wrong ones).
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,6 +25,7 @@ from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
 from benchmarks.prefix_tree import Node, PrefixTree
 from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, Hint
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
@@ -34,6 +37,9 @@ Row = dict[str, Any]
 SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
 # Memory of blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under agent traces.
 LOAD_GIGABYTES = 3.22
+# Hints of a trace, and the weight of retained turns.
+NO_HINTS, RIGHT, WRONG, RANDOM = KINDS = ("none", "right", "wrong", "random")
+RETAINED = 2.0
 
 
 @dataclass
@@ -63,7 +69,10 @@ class Simulation:
         *,
         concurrency: int = CONCURRENCY,
         policy: type[EvictionPolicy] = EvictionPolicy,
+        weights: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
+        """`weights`: those of the hints of turns."""
+        self.weights = weights or {}
         self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots, first=1))
         self.tree.registry = SnapshotRegistry(snapshots, policy=policy)
         self.interval, self.concurrency = interval, concurrency
@@ -131,6 +140,8 @@ class Simulation:
     def _finish(self, request: Running) -> None:
         tree = self.tree
         end = tree.insert(request.node, request.keys, request.blocks, request.pending)
+        if (weight := self.weights.get(request.turn.key)) is not None and end.snapshot:
+            tree.registry.hint(end.snapshot, Hint(weight, ""))
         tree.block_pool.give_back(request.blocks[end.end :].tolist())
         tree.unlock(request.node)
 
@@ -163,6 +174,7 @@ def simulate(
     share: float = SHARE,
     interval: int = INTERVAL,
     policy: type[EvictionPolicy] = EvictionPolicy,
+    weights: Mapping[tuple[int, int], float] | None = None,
 ) -> dict[str, float]:
     """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
 
@@ -172,11 +184,11 @@ def simulate(
         share: share of the memory for snapshots; the rest holds blocks.
         interval: tokens between the snapshots of long prefills.
         policy: eviction policy.
+        weights: those of the hints of turns.
     """
     memory = gigabytes * 1e9
-    simulation = Simulation(
-        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES), interval, policy=policy
-    )
+    blocks, snapshots = int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES)
+    simulation = Simulation(blocks, snapshots, interval, policy=policy, weights=weights)
     begin = time.perf_counter()
     simulation.run(turns)
     took = time.perf_counter() - begin
@@ -235,6 +247,30 @@ def study_loads() -> Iterator[Row]:
             yield {"active": active, "visits": visits, **row, **expected}
 
 
+def hint_weights(turns: Sequence[Turn], kind: str) -> dict[tuple[int, int], float] | None:
+    """Return the weights of the hints of turns, or None without hints.
+
+    A right hint retains a turn that a later one continues, and demotes the others. A wrong one does the opposite.
+    """
+    if kind == NO_HINTS:
+        return None
+    if kind == RANDOM:
+        rng = random.Random(0)
+        return {turn.key: rng.choice((RETAINED, DEMOTED)) for turn in turns}
+    continued = {(turn.conversation, turn.base) for turn in turns if turn.base >= 0}
+    return {turn.key: RETAINED if (turn.key in continued) == (kind == RIGHT) else DEMOTED for turn in turns}
+
+
+def study_hints() -> Iterator[Row]:
+    """Vary the hints of agents, with memory for a half and a tenth of their conversations."""
+    for active, visits, sizes in ((150, 8, (3.0, 0.6)), (600, 8, (12.0, 2.4))):
+        turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 64))
+        for gigabytes in sizes:
+            for kind in KINDS:
+                weights = hint_weights(turns, kind)
+                yield {"active": active, "hints": kind, **simulate(turns, gigabytes, weights=weights)}
+
+
 def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]) -> dict[str, float]:
     """Return expected hit rates of a policy that cannot know which conversation continues next.
 
@@ -272,6 +308,7 @@ STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
     "share": study_share,
     "memory": study_memory,
     "loads": study_loads,
+    "hints": study_hints,
 }
 
 
@@ -282,7 +319,19 @@ def main(argv: list[str] | None = None) -> int:
         if not (args.quick and name == "memory"):
             # A dry run simulates the first case of each study.
             result.part(name, partial(islice, study(), 1) if args.dry_run else study)
-    columns = ["part", "active", "conversations", "tokens", "gigabytes", "share", "interval", "policy", "hit", "lost"]
+    columns = [
+        "part",
+        "active",
+        "conversations",
+        "tokens",
+        "gigabytes",
+        "share",
+        "interval",
+        "policy",
+        "hints",
+        "hit",
+        "lost",
+    ]
     result.table("share of the hits of an infinite cache", columns)
     return result.close()
 

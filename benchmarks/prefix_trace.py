@@ -3,6 +3,7 @@
     python -m benchmarks.prefix_trace trace --active 30 120 --visits 12 5 --url http://127.0.0.1:30000
     python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens that alternate
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
+    python -m benchmarks.prefix_trace agents               # agents with pauses for tools, with and without hints
     python -m benchmarks.prefix_trace sweep                # hits and seconds per turn, 1 to 132 conversations of 10,000
 
 `--servers ours,in-tree` starts servers of benchmarks/configs/flashshape (dummy weights) with `--flags "..."`, such as
@@ -16,6 +17,11 @@ bytes that the host cache had copied by then.
     python -m benchmarks.prefix_trace sweep --servers ours --out benchmarks/results/tier_sweep.jsonl \\
         --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 4 --enable-metrics \\
             --enable-hierarchical-cache --hicache-ratio 8"
+
+`agents` takes about three minutes after the start of the server, half a minute for each kind of hints:
+
+    python -m benchmarks.prefix_trace agents --servers ours --out benchmarks/results/agents.jsonl \\
+        --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 16 --enable-metrics"
 
 With `--servers in-tree`, `--hicache-ratio 4` gives the same number of host bytes, because SGLang's tokens are more than
 twice as large. `benchmarks.plots` draws the file once it has rows of both servers. `--max-running-requests` is small
@@ -36,16 +42,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line, servers
-from benchmarks.agent_trace import Turn, growing, load
+from benchmarks.agent_trace import TraceConfig, Turn, growing, load
 from benchmarks.bench import Bench, append_rows
 from benchmarks.client import TIERS, Client
 from benchmarks.replay import Replay, Served
 from benchmarks.report import quantile
+from benchmarks.tool_pauses import KINDS, Agents, Load
 
 # Tokens of a later visit.
 NEW_TOKENS = {"append": 200, "generate": 16}
 LOAD = ("concurrency", "seed", "conversations", "tokens", "rounds", "active", "visits", "shortest", "longest")
 LOAD += ("generate", "steps", "vocab", "model", "starts", "dry_run")
+LOAD += ("multiples", "agent_seconds", "most_agents", "speed", "weight")
+# Lengths of the system prompts of agents in tokens.
+SYSTEMS = (512, 1024)
 # Lengths of single prompts with which a server that was just started is warmed up.
 WARM_UP = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # (name, tokens in live conversations, figures)
@@ -134,6 +144,26 @@ def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
     yield from run_growing(replay, args.tokens, args.steps)
 
 
+def run_agents(replay: Replay, args: argparse.Namespace) -> Parts:
+    """Run agents with pauses for tools (`benchmarks.tool_pauses`) at multiples of the device cache, with each kind of
+    hints, each on an empty cache. Restarting the cache also forgets whose hints came true."""
+    config = TraceConfig(
+        conversations=0, active=0, seed=args.seed, turns=(4, 16), tokens=(args.shortest, args.longest), systems=SYSTEMS
+    )
+    load = Load(config, args.speed, args.agent_seconds, args.weight)
+    before = servers.metrics(args.server_url)
+    for multiple in args.multiples:
+        tokens = multiple * args.device_tokens
+        agents = min(load.agents(tokens), args.most_agents)
+        for kind in KINDS:
+            replay.restart()
+            row = summary(Agents(replay, load, kind).run(agents))
+            after = servers.metrics(args.server_url)
+            effects = {name: value - before.get(name, 0) for name, value in after.items() if name.startswith("hints_")}
+            before = after
+            yield f"{multiple} x, {kind}", tokens, {**row, "agents": agents, "hints": kind, "effects": effects}
+
+
 def report(row: dict[str, Any]) -> None:
     hits = f"{row['cached_tokens']} of {row['ideal_tokens']} tokens hit ({row['hit_of_ideal']})"
     times = f"first token {row['first_token_s']}, turn {row['turn_s_p50']} s (mean {row['turn_s_mean']})"
@@ -145,18 +175,21 @@ SCENARIOS = {
     "alternate": run_rounds,
     "revisit": run_rounds,
     "sweep": run_sweep,
+    "agents": run_agents,
 }
 DEFAULTS = {
     "alternate": {"conversations": 2, "tokens": 400_000, "concurrency": 1},
     "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
     "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [1, 2, 3, 6, 13, 25, 50, 75, 132]},
     "trace": {"concurrency": 16, "active": [100], "visits": [5], "longest": 200_000},
+    "agents": {"concurrency": 16, "longest": 12_000, "agent_seconds": 30.0, "most_agents": 512, "multiples": [2, 10]},
 }
 DRY = {
     "alternate": {"conversations": 2, "tokens": 300, "concurrency": 1},
     "revisit": {"conversations": 3, "tokens": 300, "concurrency": 2},
     "sweep": {"tokens": 300, "concurrency": 1, "steps": [1, 3]},
     "trace": {"concurrency": 2, "active": [2], "visits": [2], "longest": 3_000},
+    "agents": {"concurrency": 2, "longest": 3_000, "agent_seconds": 4.0, "most_agents": 2, "multiples": [2]},
 }
 
 
@@ -172,10 +205,15 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     loads = "one load each (trace)"
     options.add_argument("--active", type=int, nargs="+", help=f"concurrent conversations, {loads}")
     options.add_argument("--visits", type=int, nargs="+", help=f"turns per active conversation, {loads}")
-    options.add_argument("--shortest", type=int, default=2_000, help="length of the shortest conversation (trace)")
-    options.add_argument("--longest", type=int, help="length of the longest conversation (trace)")
+    options.add_argument("--shortest", type=int, default=2_000, help="length of the shortest conversation")
+    options.add_argument("--longest", type=int, help="length of the longest conversation")
     options.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
     options.add_argument("--steps", type=int, nargs="+", help="ascending numbers of conversations (sweep)")
+    options.add_argument("--multiples", type=int, nargs="+", help="tokens of agents in device caches, one load each")
+    options.add_argument("--agent-seconds", type=float, help="duration of a load of agents")
+    options.add_argument("--most-agents", type=int, help="largest number of agents")
+    options.add_argument("--speed", type=float, default=5.0, help="pauses for tools are shorter by it (agents)")
+    options.add_argument("--weight", type=int, default=2, help="weight of retained conversations (agents)")
     command_line.add_servers(options, "ours,in-tree")
     command_line.add_url(options)
     options.set_defaults(quick=False)
@@ -210,6 +248,7 @@ def measure(args: argparse.Namespace, subject: str, number: int) -> Iterator[dic
         vocab = args.vocab if args.url else min(args.vocab, bench.vocab)
         replay = Replay(Client(server.url), concurrency=args.concurrency, vocab=vocab, seed=args.seed)
         replay.restart()
+        args.device_tokens, args.server_url = facts["max_total_num_tokens"], server.url
         begin = time.perf_counter()
         for part, tokens, row in SCENARIOS[args.scenario](replay, args):
             row = {"part": part, "live_tokens": tokens, **row, "seconds": round(time.perf_counter() - begin, 1)}

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.agent_trace import Ideal, Turn
 from benchmarks.client import Client
@@ -86,9 +87,15 @@ class Replay:
                 self._ready.wait()
             return None
 
-    def _serve(self, turn: Turn, ideal: int) -> None:
+    def serve(self, turn: Turn, **fields: Any) -> None:
+        """Serve a turn whose base is done, beside others. `fields`: further fields of the request."""
+        with self._ready:
+            ideal = self._ideal.hit(turn)
+        self._serve(turn, ideal, **fields)
+
+    def _serve(self, turn: Turn, ideal: int, **fields: Any) -> None:
         prompt = self.prompt(turn)
-        answer = self.client.generate(prompt, turn.generate)
+        answer = self.client.generate(prompt, turn.generate, **fields)
         with self._ready:
             times = answer.first_token_s, answer.total_s
             self.served.append(Served(turn, len(prompt), answer.cached, answer.of_tiers, ideal, *times))

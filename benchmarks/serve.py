@@ -2,14 +2,15 @@
 
     python -m benchmarks.serve [--servers ours,in-tree] [--starts 1] [--measure decode,ttft] [--out DIR]
     python -m benchmarks.serve --model v4flash --tp 2 --measure decode,ttft,profile
-    python -m benchmarks.serve --model v4flash --tp 4 --dp 4
+    python -m benchmarks.serve --model v4flash_fp4 --tp 4 --dp 4
     python -m benchmarks.serve --speculate 3 --measure decode,ttft
     python -m benchmarks.serve --model v4flash --tp 2 --servers in-tree --gpus 2,3 --out DIR2   # parallel to GPUs 0,1
 
 Models (benchmarks/configs, dummy weights):
 
 - flashshape: 43 layers with the ratios of V4-Flash and small widths,
-- v4flash: V4-Flash at its real widths with 128 of its 256 experts in FP8, for two or more GPUs.
+- v4flash: V4-Flash at its real widths with 128 of its 256 experts in FP8, for two or more GPUs,
+- v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs.
 
 One server runs at a time on the same GPUs, both with the same flags. Every size runs once with other tokens before it
 is timed. Measures:

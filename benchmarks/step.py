@@ -24,6 +24,7 @@ from benchmarks import command_line, report, timing
 from dsv4_sglang.attention.metadata import build_decode, gather_decode
 from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 K = 1024
@@ -63,7 +64,7 @@ def requests_of(batch: int, context: int, page: int, device: torch.device) -> Si
 class Ours:
     def __init__(self, batch: int, context: int, device: torch.device) -> None:
         self.batch = requests_of(batch, context, BLOCK, device)
-        self.buffers = DecodeBuffers(batch, context // BLOCK, device)
+        self.buffers = DecodeBuffers(batch, context // BLOCK, device, limits=v4_limits(TOP_K))
         self.state_slot = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self.mask = self.batch.seq_lens % 256 == 0
         self.track = torch.arange(batch, dtype=torch.int64, device=device) + batch
@@ -76,7 +77,6 @@ class Ours:
             out_loc=b.out_cache_loc,
             snapshot_mask=self.mask,
             snapshot_slots=self.track,
-            top_k=TOP_K,
         )
 
     def outside(self) -> None:

@@ -28,8 +28,8 @@ from torch import Tensor
 from benchmarks import append, command_line, report, timing
 from benchmarks.append_ours import ops_for
 from benchmarks.move import from_idle
+from dsv4_sglang.cache import CacheLayout, v4_specs
 from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
-from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model import DSV4Config, build_schedule
@@ -68,7 +68,7 @@ class Tier:
     """Pools of both sides. Snapshot 1 is saved to host row 0 and loaded back."""
 
     def __init__(self, config: DSV4Config, blocks: int, device: torch.device) -> None:
-        layout = CacheLayout.build(config, build_schedule(config), device, hca_state="online")
+        layout = CacheLayout(v4_specs(config, build_schedule(config), hca_state="online"), device)
         pools = make_paged_pools(layout, {AttentionType.CSA: blocks, AttentionType.HCA: blocks})
         self.pools = [pool for pool in pools if pool is not None]
         self.storage = StateStorage(layout, 1, snapshots=1)

@@ -21,13 +21,13 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
 void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor swa_fp8, Tensor swa_rope, Tensor swa_inv,
                 Tensor swa_pos, Tensor swa_head, int64_t rope_dim);
 
-void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
+void append_v41(Tensor kv, std::optional<Tensor> kv_score, Tensor kv_norm, std::optional<Tensor> entry_norm,
                 Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
                 Tensor token_request, Tensor out_loc, std::optional<Tensor> staging_slots, Tensor ring,
                 std::optional<Tensor> compressor_state, std::optional<Tensor> entries, std::optional<Tensor> latents,
                 std::optional<Tensor> window);
 
-void append_v41_keys(Tensor keys, Tensor key_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
+void append_v41_keys(Tensor keys, Tensor index_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
                      Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor index_keys);
 
 void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> rejected);

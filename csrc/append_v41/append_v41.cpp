@@ -50,18 +50,18 @@ AppendChecker take_inputs(const char* op, V41Inputs& p, const char* name, const 
 
 /// Checks and stores the compressor of a layer that writes entries.
 void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t ratio, int64_t slots,
-                     const std::optional<Tensor>& compressor, const std::optional<Tensor>& latent_norm,
+                     const std::optional<Tensor>& kv_score, const std::optional<Tensor>& entry_norm,
                      const std::optional<Tensor>& compressor_state, const std::optional<Tensor>& entries,
                      const std::optional<Tensor>& latents) {
   const char* when = ratio == 1 ? "for ratio 1" : "for ratio 2";
-  const Tensor& inputs = check.given("compressor", compressor, when);
-  const Tensor& norm = check.given("latent_norm", latent_norm, when);
+  const Tensor& inputs = check.given("kv_score", kv_score, when);
+  const Tensor& norm = check.given("entry_norm", entry_norm, when);
   const Tensor& table = check.given("entries", entries, when);
   const Tensor& out = check.given("latents", latents, when);
-  check.projection("compressor", inputs, {ratio == 1 ? kBFloat : kFloat}, p.batch.tokens, ratio * kEntryDim);
-  p.compressor = inputs.data_ptr(), p.compressor_stride = inputs.stride(0);
-  check.weight("latent_norm", norm, {kBFloat, kFloat}, {kEntryDim});
-  p.latent_norm = norm.data_ptr(), p.latent_norm_bf16 = is_bf16(norm);
+  check.projection("kv_score", inputs, {ratio == 1 ? kBFloat : kFloat}, p.batch.tokens, ratio * kEntryDim);
+  p.kv_score = inputs.data_ptr(), p.kv_score_stride = inputs.stride(0);
+  check.weight("entry_norm", norm, {kBFloat, kFloat}, {kEntryDim});
+  p.entry_norm = norm.data_ptr(), p.entry_norm_bf16 = is_bf16(norm);
   p.entries = v41_table(check, "entries", table, kAny, kBlockTokens / ratio, kV41EntryBytes + kV41EntryScales);
   check.projection("latents", out, {kBFloat}, p.batch.tokens, kEntryDim);
   p.latents = data<uint16_t>(out), p.latents_stride = out.stride(0);
@@ -97,7 +97,7 @@ void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t 
 
 }  // namespace
 
-void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
+void append_v41(Tensor kv, std::optional<Tensor> kv_score, Tensor kv_norm, std::optional<Tensor> entry_norm,
                 Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
                 Tensor token_request, Tensor out_loc, std::optional<Tensor> staging_slots, Tensor ring,
                 std::optional<Tensor> compressor_state, std::optional<Tensor> entries, std::optional<Tensor> latents,
@@ -117,8 +117,7 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
   if (window) {
     p.window = v41_table(check, "window", *window, 1, tokens + int64_t(kWindow) * p.batch.requests, row_bytes);
   }
-  if (ratio)
-    take_compressor(check, p, ratio, ring.size(0), compressor, latent_norm, compressor_state, entries, latents);
+  if (ratio) take_compressor(check, p, ratio, ring.size(0), kv_score, entry_norm, compressor_state, entries, latents);
   if (!window) check_decode(check, p, ratio);
 
   if (tokens == 0) return;
@@ -128,10 +127,10 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
                   p.batch.requests, " requests, ratio ", ratio, window ? ", prefill" : ", decode");
 }
 
-void append_v41_keys(Tensor keys, Tensor key_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
+void append_v41_keys(Tensor keys, Tensor index_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
                      Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor index_keys) {
   AppendV41KeysParams p{};
-  const AppendChecker check = take_inputs("append_v41_keys", p, "keys", keys, kIndexDim, "key_norm", key_norm, rope,
+  const AppendChecker check = take_inputs("append_v41_keys", p, "keys", keys, kIndexDim, "index_norm", index_norm, rope,
                                           eps, slots, prefix_lens, query_start, token_request, out_loc);
   if (ratio < 1 || ratio > 2) check.fail("ratio is ", ratio, "; expected 1 or 2");
   p.ratio = int(ratio);

@@ -12,7 +12,7 @@
 // - In a decode step every waiting token has a row of its own, which no other token of the step reads (pair_rows in
 //   dsv4_sglang/model/v41.py).
 //
-// Bytes per token. Read: kv 1024, compressor 1024 (ratio 1) or 4096. Written: window entry 528; at ratio 1 compressed
+// Bytes per token. Read: kv 1024, kv_score 1024 (ratio 1) or 4096. Written: window entry 528; at ratio 1 compressed
 // entry 288 and latent 1024, at ratio 2 half of it and, for every other token, 4096 of compressor state.
 #include <cuda_runtime.h>
 
@@ -167,12 +167,12 @@ __device__ __forceinline__ float* compressor_state_row(const AppendV41Params& p,
 /// partner.
 __device__ __forceinline__ bool pool_pair(const AppendV41Params& p, const Request& request, int token, int position,
                                           int thread, float4& pooled) {
-  const float* inputs = static_cast<const float*>(p.compressor);
-  const Waiting own = Waiting::load(inputs + token * p.compressor_stride, thread);
+  const float* inputs = static_cast<const float*>(p.kv_score);
+  const Waiting own = Waiting::load(inputs + token * p.kv_score_stride, thread);
   const bool completes = position % 2, first = position == request.length;
   if (completes) {
     const Waiting partner = Waiting::load(
-        first ? compressor_state_row(p, request.slot, position) : inputs + (token - 1) * p.compressor_stride, thread);
+        first ? compressor_state_row(p, request.slot, position) : inputs + (token - 1) * p.kv_score_stride, thread);
     const float4 peak = max4(own.score, partner.score);
     const float4 weight = exp4(own.score - peak), other = exp4(partner.score - peak);
     pooled = (other * partner.k + weight * own.k) / (weight + other);
@@ -181,7 +181,7 @@ __device__ __forceinline__ bool pool_pair(const AppendV41Params& p, const Reques
     if (!completes) own.store(compressor_state_row(p, request.slot, position), thread);
   } else if (first && request.stop % 2) {
     // A thread reads and writes only its own channels of the compressor state, so it may overwrite what it has read.
-    Waiting::load(inputs + (request.end - 1) * p.compressor_stride, thread)
+    Waiting::load(inputs + (request.end - 1) * p.kv_score_stride, thread)
         .store(compressor_state_row(p, request.slot, request.stop - 1), thread);
   }
   return completes;
@@ -193,12 +193,12 @@ __device__ void write_entry(const AppendV41Params& p, const Request& request, in
   const int thread = threadIdx.x - kRowThreads, position = request.length + token - request.begin;
   float4 x = splat(0);
   if (ratio == 1) {
-    x = load_quad(static_cast<const uint16_t*>(p.compressor) + token * p.compressor_stride, true, thread);
+    x = load_quad(static_cast<const uint16_t*>(p.kv_score) + token * p.kv_score_stride, true, thread);
   } else {
     if (!pool_pair(p, request, token, position, thread, x)) return;
     x = round_quad(x);
   }
-  x = normalise(x, load_quad(p.latent_norm, p.latent_norm_bf16, thread), p.eps, scratch, kEntryBarrier, thread);
+  x = normalise(x, load_quad(p.entry_norm, p.entry_norm_bf16, thread), p.eps, scratch, kEntryBarrier, thread);
   reinterpret_cast<uint2*>(p.latents + token * p.latents_stride)[thread] =
       make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
   x = rotate(x, p.rope, position + 1 - ratio, thread);

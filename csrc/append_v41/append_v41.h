@@ -36,10 +36,10 @@ struct V41Inputs {
 
 /// Inputs are kv, of width 512.
 struct AppendV41Params : V41Inputs {
-  const void* compressor;  // [tokens, 512] bf16 at ratio 1, [tokens, 1024] fp32 = [k | score] at ratio 2
-  int64_t compressor_stride;
-  const void* latent_norm;
-  bool latent_norm_bf16;
+  const void* kv_score;  // [tokens, 512] bf16 at ratio 1, [tokens, 1024] fp32 = [k | score] at ratio 2
+  int64_t kv_score_stride;
+  const void* entry_norm;
+  bool entry_norm_bf16;
   const int32_t* staging_slots;  // or null
   // Written.
   V41Table ring, window, entries;  // window.base: null in a decode step

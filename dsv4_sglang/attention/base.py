@@ -45,11 +45,12 @@ class AttendInputs(NamedTuple):
             heads (`AttentionKernel.query_heads`).
         heads: number of real heads.
         window: entries of the sliding window.
-        entries: compressed entries, in the same KV format; None if the layer has none.
+        entries: compressed entries; None if the layer has none.
         positions: int64 [T], positions of the query tokens, for the inverse RoPE of the output.
         rope: fp32 [positions, 64], RoPE table.
         scale: factor of the logits.
-        kv_format: KV format of `window` and `entries`.
+        kv_format: KV format of `window`.
+        entry_format: KV format of `entries`.
         ratio: compression ratio 0, 4 or 128, for `sparse_prefill`. The op does not pass it.
     """
 
@@ -61,22 +62,25 @@ class AttendInputs(NamedTuple):
     rope: Tensor
     scale: float
     kv_format: KVFormat
+    entry_format: KVFormat
     ratio: int = 0
 
     @classmethod
     def from_op(cls, sink: Tensor, *args: Any) -> AttendInputs:
         """Return the inputs from the op's arguments after `q`."""
-        lists, (positions, rope, scale, kv_format, *owner) = args[:6], args[6:]
-        entries = None if any(x is None for x in lists[3:]) else EntryList(*lists[3:], *owner)
-        return cls(
-            sink, sink.shape[0], EntryList(*lists[:3]), entries, positions, rope, scale, KVFormat.from_code(kv_format)
-        )
+        lists, (positions, rope, scale, window_code, *more) = args[:6], args[6:]
+        owner, entry_code = more[0] if more else None, more[1] if len(more) > 1 else None
+        entries = None if any(x is None for x in lists[3:]) else EntryList(lists[3], lists[4], lists[5], owner)
+        kv_format = KVFormat.from_code(window_code)
+        entry_format = kv_format if entry_code is None else KVFormat.from_code(entry_code)
+        window = EntryList(*lists[:3])
+        return cls(sink, sink.shape[0], window, entries, positions, rope, scale, kv_format, entry_format)
 
     def op_args(self) -> tuple[Any, ...]:
         """Return the op's arguments after `q`."""
         *entries, owner = self.entries or (None, None, None, None)
         read = self.positions, self.rope, self.scale, self.kv_format.code
-        return self.sink, *self.window[:3], *entries, *read, owner
+        return self.sink, *self.window[:3], *entries, *read, owner, self.entry_format.code
 
 
 class LayerOutput(NamedTuple):
@@ -104,7 +108,7 @@ class AttentionKernel(ABC):
             device: device of the KV buffers.
             heads: query heads of a layer.
             dtype: dtype of the queries [T, heads, 512].
-            kv_format: format of the KV entries.
+            kv_format: format of window entries.
         """
 
     @abstractmethod

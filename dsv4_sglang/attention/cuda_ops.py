@@ -1,4 +1,4 @@
-"""CUDA implementations, in Triton and FlashMLA, of the ops `attend`, `attend_v41` and `index_topk_v41`.
+"""CUDA implementations, in Triton, FlashMLA and the extension, of the ops `attend` and `index_topk`.
 
 Importing this module registers them and needs no GPU. The kernels are imported on the first call.
 """
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_sglang.model.geometry import CSA_RATIO
+from dsv4_sglang.ops import cuda_index
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 
@@ -23,17 +25,32 @@ def attend(q: Tensor, *args: Any) -> Tensor:
     return triton_attend.attend(q, inputs)
 
 
-def attend_v41(q: Tensor, *args: Any) -> Tensor:
-    from dsv4_sglang.attention import triton_attend_v41
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    index_keys: Tensor,
+    block_table: Tensor,
+    token_request: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    key_format: int,
+    scores: Tensor,
+    entry_indices: Tensor,
+    ratio: int = CSA_RATIO,
+    hadamard: bool = True,
+    candidate_block: int = 0,
+    kept: Tensor | None = None,
+    within: Tensor | None = None,
+) -> None:
+    """Run the kernels of the extension at V4's ratio, Triton's for keys without the Hadamard transform."""
+    inputs = q, weights, index_keys, block_table, token_request, positions, rope, key_format, scores, entry_indices
+    if ratio == CSA_RATIO and hadamard and kept is None and within is None:
+        cuda_index.index_topk(*inputs)
+        return
+    from dsv4_sglang.attention import triton_index
 
-    return triton_attend_v41.attend_v41(q, *args)
+    triton_index.index_topk(*inputs, ratio, hadamard, candidate_block, kept, within)
 
 
-def index_topk_v41(q: Tensor, *args: Any) -> None:
-    from dsv4_sglang.attention import triton_index_v41
-
-    triton_index_v41.index_topk_v41(q, *args)
-
-
-for _op in (attend, attend_v41, index_topk_v41):
+for _op in (attend, index_topk):
     torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "CUDA", _op)

@@ -136,7 +136,7 @@ def scheduler_config(device: torch.device, heads: int) -> SchedulerConfig | None
         for entries in (None, EntryList(table, at.new_zeros(tokens, 2048), lens)):
             kernel = FlashMLAAttention()
             q = torch.zeros(tokens, heads, ENTRY_DIM, dtype=torch.bfloat16, device=device)
-            inputs = AttendInputs(sink, heads, window, entries, nowhere, nowhere, 1.0, KVFormat.FP8)
+            inputs = AttendInputs(sink, heads, window, entries, nowhere, nowhere, 1.0, KVFormat.FP8, KVFormat.FP8)
             kernel.attend(q, inputs, output_is_rotated=True)
             theirs = kernel._schedule(heads, window, entries)
             ours = flashmla_scheduler.build(window.topk_length, entries and entries.topk_length, *found)

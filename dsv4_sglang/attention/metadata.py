@@ -6,6 +6,7 @@ graph. The sizes of a prefill step are known on the host. Letters for shapes are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from dsv4_sglang.cache.step import (
     window_lens,
 )
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.model.geometry import HCA_RATIO
 
 
 def gather_decode(
@@ -56,7 +57,6 @@ def _fill_decode(
     length_offset: int,
     snapshot_mask: Tensor | None,
     snapshot_slots: Tensor | None,
-    top_k: int,
 ) -> None:
     """Fill the buffers of `build_decode` with PyTorch ops."""
     n, per_request = seq_lens.shape[0], buffers.tokens_per_request
@@ -72,12 +72,13 @@ def _fill_decode(
     length = (positions + 1).masked_fill(~real[owner], 0)
     seen = (prefix + per_request).masked_fill(~real, 0)[owner] if buffers.sees_block else length
     buffers.window_lens[:t].copy_(window_lens(seen, buffers.window_len))
-    buffers.csa_lens[:t].copy_(visible_entries(length, CSA_RATIO, top_k))
-    buffers.hca_lens[:t].copy_(visible_entries(length, HCA_RATIO))
+    for ratio, limit in buffers.limits.items():
+        buffers.entry_lens[ratio][:t].copy_(visible_entries(length, ratio, limit))
     window = ring_window(state_slots[owner], seen, buffers.ring_rows, buffers.window_len)
     buffers.window_indices[:t, : buffers.window_len].copy_(window)
-    if per_request > 1:
-        visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
+    if per_request > 1 and HCA_RATIO in buffers.limits:
+        lens = buffers.entry_lens[HCA_RATIO][:t, None]
+        visible = torch.arange(buffers.block_table.shape[1], device=length.device) < lens
         buffers.hca_indices[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_indices[:t]))
     if snapshot_mask is not None and snapshot_slots is not None:
         due = snapshot_mask & real
@@ -92,7 +93,6 @@ def build_decode(
     out_loc: Tensor,
     snapshot_mask: Tensor | None,
     snapshot_slots: Tensor | None,
-    top_k: int,
     length_offset: int = -1,
 ) -> StepMetadata:
     """Build the metadata of a decode step. Call `gather_decode` first.
@@ -107,16 +107,15 @@ def build_decode(
         out_loc: int64 [T], pool slot of each token.
         snapshot_mask: bool [B], True for requests that end a snapshot interval with this token.
         snapshot_slots: [B], slots of these snapshots.
-        top_k: entries that a token selects in a CSA layer.
         length_offset: a request has seq_lens + length_offset tokens before the step; -1 if `seq_lens` counts the new
             token.
     """
     if seq_lens.is_cuda:
         from dsv4_sglang.attention import triton_metadata
 
-        triton_metadata.build(buffers, seq_lens, length_offset, snapshot_mask, snapshot_slots, top_k)
+        triton_metadata.build(buffers, seq_lens, length_offset, snapshot_mask, snapshot_slots)
     else:
-        _fill_decode(buffers, seq_lens, length_offset, snapshot_mask, snapshot_slots, top_k)
+        _fill_decode(buffers, seq_lens, length_offset, snapshot_mask, snapshot_slots)
     takes_snapshots = snapshot_mask is not None and snapshot_slots is not None
     return step_of(buffers, seq_lens.shape[0], out_loc, takes_snapshots)
 
@@ -132,6 +131,7 @@ def _step_in(
         out_loc=out_loc,
         block_table=buffers.block_table[:requests],
         **{name: getattr(buffers, name)[:tokens] for name in PER_TOKEN},
+        entry_lens={ratio: lens[:tokens] for ratio, lens in buffers.entry_lens.items()},
         hca_indices=buffers.hca_indices[:tokens],
         **more,
     )
@@ -150,7 +150,7 @@ def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, takes_snapshots: bo
     return _step_in(buffers, n, n * buffers.tokens_per_request, out_loc, staging_slots=None, **copies)
 
 
-def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
+def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> None:
     """Compute the values of `build_recorded` with PyTorch ops."""
     chunk_lens = buffers.chunk_lens.clone()
     chunk_lens[-1] = tokens - chunk_lens[:-1].sum()
@@ -165,19 +165,22 @@ def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -
         positions=positions.long(),
         out_loc=out_loc,
         block_table=buffers.block_table,
-        top_k=top_k,
+        limits=buffers.limits,
     )
     for name in ("slots", "query_start"):
         getattr(buffers, name).copy_(getattr(step, name))
     for name in PER_TOKEN:
         getattr(buffers, name)[:tokens].copy_(getattr(step, name))
-    buffers.hca_indices[:tokens].copy_(buffers.block_table[owner])
+    for ratio, lens in step.entry_lens.items():
+        buffers.entry_lens[ratio][:tokens].copy_(lens)
+    if HCA_RATIO in buffers.limits:
+        buffers.hca_indices[:tokens].copy_(buffers.block_table[owner])
     buffers.token_staging_slots[:tokens].copy_(
         _token_staging_slots(buffers.staging_slots, buffers.snapshot_lens, owner, positions)
     )
 
 
-def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
+def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> None:
     """Derive the metadata of a step from the inputs in `buffers`; `recorded_step` returns it.
 
     This is device work only, so a CUDA graph can record it.
@@ -186,14 +189,13 @@ def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k:
         buffers: inputs and derived tensors.
         tokens: number of tokens of the step.
         out_loc: int64 [tokens], pool slot of each token.
-        top_k: entries that a token selects in a CSA layer.
     """
     if out_loc.is_cuda:
         from dsv4_sglang.attention import triton_metadata
 
-        triton_metadata.build_prefill(buffers, tokens, top_k)
+        triton_metadata.build_prefill(buffers, tokens)
     else:
-        _derive(buffers, tokens, out_loc, top_k)
+        _derive(buffers, tokens, out_loc)
 
 
 def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> StepMetadata:
@@ -249,7 +251,7 @@ def build_prefill(
     state_slot_of_request: Tensor,
     staging_slots: Tensor | None,
     snapshot_lens: Tensor | None,
-    top_k: int,
+    limits: Mapping[int, int | None],
     max_length: int,
     padding: int = 0,
 ) -> StepMetadata:
@@ -268,7 +270,7 @@ def build_prefill(
         staging_slots: [B, K], state slots that hold the snapshots until the end of the step, -1 for none.
         snapshot_lens: [B, K], lengths of these snapshots, multiples of 128. A snapshot holds the window entries of
             positions [snapshot_lens - 128, snapshot_lens), which must all be in this chunk.
-        top_k: entries that a token selects in a CSA layer.
+        limits: most entries that a token reads, by their ratio (`layer_spec.entry_limits`).
         max_length: length of the longest request after the step.
         padding: number of padding tokens at the end of `positions`. They belong to one more request, which is SGLang's
             request 0. It has no state slot, so they write nothing and attend to nothing.
@@ -298,5 +300,5 @@ def build_prefill(
         out_loc=out_loc,
         block_table=block_table,
         staging_slots=token_staging_slots,
-        top_k=top_k,
+        limits=limits,
     )

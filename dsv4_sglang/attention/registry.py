@@ -1,6 +1,6 @@
 """Choice between attention kernels.
 
-| attention kernel | what runs | steps | KV formats |
+| attention kernel | what runs | steps | window format |
 | --- | --- | --- | --- |
 | `sparse_prefill.SparsePrefillAttention` | FlashMLA's sparse bf16 kernel, on gathered entries | prefill | fp8, bf16 |
 | `flashmla.FlashMLAAttention` | FlashMLA's FP8 decode kernel, on the KV buffers in place | any | fp8 |
@@ -42,7 +42,7 @@ def make_kernels(
         blocks: number of blocks of each KV buffer.
         heads: query heads of a layer.
         dtype: dtype of the queries.
-        kv_format: format of the KV entries.
+        kv_format: format of window entries.
     """
     kernels: list[AttentionKernel] = []
     model = device, heads, dtype, kv_format

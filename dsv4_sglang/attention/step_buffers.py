@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.model.geometry import HCA_RATIO, WINDOW
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 gather_tables = getattr(torch.ops, NAMESPACE).gather_tables
@@ -36,6 +39,46 @@ def write_where(target: Tensor, indices: Tensor, values: Tensor, where: Tensor) 
     target.copy_(pad(target, (0, 1)).scatter_(0, indices, values)[:-1])
 
 
+class KernelLens(NamedTuple):
+    """Entry lens of a step in the form that the kernels of `triton_metadata` take: of ratios A and B.
+
+    Attributes:
+        tensors: int32 [T] of each ratio.
+        top_k: most entries that a token reads of a ratio that is limited.
+        constants: the ratios, 0 for none; which are limited; and True if each token lists the blocks of its request.
+    """
+
+    tensors: tuple[Tensor, Tensor]
+    top_k: int
+    constants: dict[str, int | bool]
+
+    @classmethod
+    def of(cls, limits: Mapping[int, int | None], entry_lens: dict[int, Tensor], unused: Tensor) -> KernelLens:
+        """Return the lens of a step.
+
+        Args:
+            limits: most entries that a token reads, by their ratio.
+            entry_lens: int32 [T] of each ratio.
+            unused: any tensor, for a ratio that there is not.
+
+        Raises:
+            ValueError: layers read entries of more ratios, or with more limits, than the kernels have arguments for.
+        """
+        if len(limits) > 2:
+            raise ValueError(f"layers read entries of the ratios {list(limits)}; expected at most two")
+        if len(top_k := {limit for limit in limits.values() if limit is not None}) > 1:
+            raise ValueError(f"layers read at most {sorted(top_k)} entries; expected one limit")
+        a, b = [*limits, 0, 0][:2]
+        constants = {
+            "RATIO_A": a,
+            "RATIO_B": b,
+            "LISTS_BLOCKS": HCA_RATIO in limits,
+            "LIMITED_A": limits.get(a) is not None,
+            "LIMITED_B": limits.get(b) is not None,
+        }
+        return cls((entry_lens.get(a, unused), entry_lens.get(b, unused)), max(top_k, default=0), constants)
+
+
 class DecodeBuffers:
     """Tensors of a decode step at fixed addresses.
 
@@ -49,6 +92,7 @@ class DecodeBuffers:
         tokens_per_request: tokens of each request in a step.
         sees_block: each token attends to the 128 tokens before the step and to all tokens of the step, as in a block
             that is drafted at once (DSPARK). Otherwise it attends to the 128 tokens that end with itself.
+        limits: most entries that a token reads, by their ratio (`layer_spec.entry_limits`).
     """
 
     def __init__(
@@ -59,6 +103,8 @@ class DecodeBuffers:
         ring_rows: int = WINDOW,
         tokens_per_request: int = 1,
         sees_block: bool = False,
+        *,
+        limits: Mapping[int, int | None],
     ) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -70,10 +116,12 @@ class DecodeBuffers:
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.window_indices, self.window_lens = ints(tokens, align(self.window_len)), ints(tokens)
-        self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
+        self.limits, self.entry_lens = limits, {ratio: ints(tokens) for ratio in limits}
+        self.kernel_lens = KernelLens.of(limits, self.entry_lens, unused=self.window_lens)
         self.block_table = ints(max_requests, align(max_blocks))
         # With one token per request, its HCA entries are the blocks of the request.
-        self.hca_indices = self.block_table if tokens_per_request == 1 else ints(tokens, align(max_blocks))
+        lists_blocks = tokens_per_request > 1 and HCA_RATIO in limits
+        self.hca_indices = ints(tokens, align(max_blocks)) if lists_blocks else self.block_table
         self.copy_src, self.copy_dst = ints(max_requests), ints(max_requests)
         # Constant, because each request has the same number of tokens.
         self.query_start = tokens_per_request * torch.arange(max_requests + 1, dtype=torch.int32, device=device)
@@ -93,10 +141,18 @@ class PrefillBuffers:
         max_blocks: blocks of the longest context; 0 for layers without compressed entries.
         staging_slots: state slots that hold the snapshots of a step until its end.
         device: device of the tensors.
+        limits: as in `DecodeBuffers`.
     """
 
     def __init__(
-        self, tokens: int, requests: int, max_blocks: int, staging_slots: range, device: torch.device | str
+        self,
+        tokens: int,
+        requests: int,
+        max_blocks: int,
+        staging_slots: range,
+        device: torch.device | str,
+        *,
+        limits: Mapping[int, int | None],
     ) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -119,8 +175,9 @@ class PrefillBuffers:
         self.token_request, self.token_staging_slots = ints(tokens), ints(tokens)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.window_indices, self.window_lens = ints(tokens, WINDOW), ints(tokens)
-        self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
-        self.hca_indices = ints(tokens, align(max_blocks))
+        self.limits, self.entry_lens = limits, {ratio: ints(tokens) for ratio in limits}
+        self.kernel_lens = KernelLens.of(limits, self.entry_lens, unused=self.window_lens)
+        self.hca_indices = ints(tokens, align(max_blocks) if HCA_RATIO in limits else 0)
 
     def clear(self) -> None:
         """Make all tokens padding tokens, with no snapshot due."""

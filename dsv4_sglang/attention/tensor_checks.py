@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4_sglang.attention.base import EntryList
 from dsv4_sglang.attention.triton_entries import table_stride
-from dsv4_sglang.formats.buffers import StorageFormat
+from dsv4_sglang.formats import KVFormat, StorageFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM, ROPE_DIM
 
 # The kernels load 16 bytes at once, and their block strides are multiples of 16 elements.
@@ -101,6 +101,15 @@ class TensorChecker(NamedTuple):
         self.tensor(f"the lengths of the list of {name}", entries.topk_length, torch.int32, (tokens,))
         if entries.owner is not None:
             self.tensor(f"the owner of the list of {name}", entries.owner, torch.int32, (tokens,))
+
+    def formats(self, window: KVFormat, entries: KVFormat) -> None:
+        """Check that a kernel takes window entries and compressed entries of these formats together."""
+        expected = KVFormat.NVFP4 if window is KVFormat.MXFP8 else window
+        if entries is not expected:
+            raise ValueError(
+                f"{self.op}: compressed entries are {entries.value} beside window entries in {window.value}; expected "
+                f"{expected.value}"
+            )
 
     def rotation(self, tokens: int, positions: Tensor, rope: Tensor) -> None:
         """Check the positions of the tokens, int64 [tokens], and the RoPE table, fp32 [positions, 64]."""

@@ -5,6 +5,9 @@ the entry list. Entries are gathered by index, each entry is both key and value,
 tokens the lists are divided into splits to fill the GPU. A second kernel merges the splits, adds the sink once and
 applies the inverse RoPE to the output.
 
+Window entries and compressed entries have one format, or MXFP8 and NVFP4 (`BLOCK_SCALED`). The latter two are read in
+two loops and decoded to numbers that bf16 holds exactly: values times their scales have at most six significant bits.
+
 FP8 entries are decoded by integer arithmetic (`triton_entries`) to numbers that are too small by a factor of 2^120. For
 bf16 queries (`FOLD`) these numbers are multiplied as they are. Half of the missing factor is applied to the query; the
 other half, together with the entry's scale, is applied to its logit and its probability (`missing`). All factors are
@@ -19,8 +22,8 @@ bandwidth (docs/benchmarks/results.md, "Kernels"). Therefore:
 - Every product is waited for before an accumulator is used. Otherwise ptxas serialises all wgmma instructions of the
   loop.
 
-Traffic: 584 B per FP8 entry (1024 bf16, 2048 fp32) for each group of heads; partial results take 2 KiB per split and
-head.
+Traffic: 584 B per FP8 entry (1024 bf16, 2048 fp32, 528 MXFP8, 288 NVFP4) for each group of heads; partial results take
+2 KiB per split and head.
 """
 
 import torch
@@ -34,11 +37,13 @@ from dsv4_sglang.attention.triton_entries import (
     AT1,
     AT2,
     DIM,
+    NOPE,
     PIECE0,
     PIECE1,
     PIECE2,
     ROPE,
     SQRT_E4M3_FACTOR,
+    block_scaled_dims,
     e4m3_bits,
     exponent_to_scale,
     fp8_entry,
@@ -146,6 +151,30 @@ def _load_entries(
     return k0, k1, k2, k3, valid, missing
 
 
+@triton.jit
+def _add_block_scaled_tile(
+    carry, q0, q1, q2, q3, table, indices_at, length, first, block_stride, entries_per_block, scale,
+    FP4: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Perform one step of the online softmax over the entries `first` .. `first` + BLOCK_N - 1 of a list of NVFP4
+    entries (FP4) or MXFP8 entries."""
+    top, total, o0, o1, o2, o3 = carry
+    listed = first + tl.arange(0, BLOCK_N)
+    index = tl.load(indices_at + listed, mask=listed < length, other=-1)
+    is_entry = (index >= 0)[:, None]
+    block = index // entries_per_block
+    inside = (index - block * entries_per_block)[:, None]
+    block_at = table + (block.to(tl.int64) * tl.multiple_of(block_stride, 16))[:, None]
+    k0 = block_scaled_dims(block_at, inside, entries_per_block, is_entry, 0, PIECE0, FP4, DOT)
+    k1 = block_scaled_dims(block_at, inside, entries_per_block, is_entry, AT1, PIECE1, FP4, DOT)
+    k2 = block_scaled_dims(block_at, inside, entries_per_block, is_entry, AT2, PIECE2, FP4, DOT)
+    k3 = block_scaled_dims(block_at, inside, entries_per_block, is_entry, NOPE, ROPE, FP4, DOT)
+    missing = tl.full([BLOCK_N], 1.0, tl.float32)
+    return add_tile(
+        top, total, o0, o1, o2, o3, q0, q1, q2, q3, k0, k1, k2, k3, index >= 0, missing, scale, False, DOT, PRECISION
+    )
+
+
 # Arguments, T tokens, H heads, S splits:
 #   q [T, H, 512], sink fp32 [H]
 #   window: KV buffer [blocks, entries per block, width], indices int32 [T, K], lens int32 [T]
@@ -164,11 +193,12 @@ def _attend_kernel(
     scale, heads, splits, q_token_stride, q_head_stride,
     window_indices_stride, window_block_stride, window_entries_per_block, window_shift,
     entry_indices_stride, entry_block_stride, compressed_entries_per_block, entry_shift,
-    SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, HAS_ENTRIES: tl.constexpr, SHARED: tl.constexpr,
-    SPLIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, FP8: tl.constexpr, BLOCK_SCALED: tl.constexpr, FOLD: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, splits, groups of BLOCK_H heads). SHARED: tokens of a request share the list of entries."""
+    """Grid (tokens, splits, groups of BLOCK_H heads). SHARED: tokens of a request share the list of entries.
+    BLOCK_SCALED: window entries are MXFP8, compressed entries NVFP4."""
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -180,32 +210,48 @@ def _attend_kernel(
     )
     entry_list = tl.load(entry_owner_ptr + token).to(tl.int64) if SHARED else token
     top, total, o0, o1, o2, o3 = empty_sums(BLOCK_H)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        indices_at = window_indices_ptr + token * window_indices_stride
-        chosen = (window_ptr, indices_at, window_len, window_block_stride, window_entries_per_block, window_shift)
-        first = tile * BLOCK_N
+    if BLOCK_SCALED:
+        for tile in tl.range(begin, tl.minimum(end, window_tiles)):
+            top, total, o0, o1, o2, o3 = _add_block_scaled_tile(
+                (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
+                window_ptr, window_indices_ptr + token * window_indices_stride, window_len, tile * BLOCK_N,
+                window_block_stride, window_entries_per_block, scale, False, DOT, PRECISION, BLOCK_N,
+            )  # fmt: skip
         if HAS_ENTRIES:
-            indices_at = entry_indices_ptr + entry_list * entry_indices_stride
-            entries = (
-                entries_ptr,
-                indices_at,
-                entry_len,
-                entry_block_stride,
-                compressed_entries_per_block,
-                entry_shift,
+            for tile in tl.range(tl.maximum(begin, window_tiles), end):
+                top, total, o0, o1, o2, o3 = _add_block_scaled_tile(
+                    (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
+                    entries_ptr, entry_indices_ptr + entry_list * entry_indices_stride, entry_len,
+                    (tile - window_tiles) * BLOCK_N, entry_block_stride, compressed_entries_per_block,
+                    scale, True, DOT, PRECISION, BLOCK_N,
+                )  # fmt: skip
+    else:
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            indices_at = window_indices_ptr + token * window_indices_stride
+            chosen = (window_ptr, indices_at, window_len, window_block_stride, window_entries_per_block, window_shift)
+            first = tile * BLOCK_N
+            if HAS_ENTRIES:
+                indices_at = entry_indices_ptr + entry_list * entry_indices_stride
+                entries = (
+                    entries_ptr,
+                    indices_at,
+                    entry_len,
+                    entry_block_stride,
+                    compressed_entries_per_block,
+                    entry_shift,
+                )
+                in_window = tile < window_tiles
+                chosen = _select(in_window, chosen, entries)
+                first = tl.where(in_window, first, first - window_tiles * BLOCK_N)
+            table, indices_at, length, block_stride, entries_per_block, shift = chosen
+            listed = first + tl.arange(0, BLOCK_N)
+            index = tl.load(indices_at + listed, mask=listed < length, other=-1)
+            k0, k1, k2, k3, valid, missing = _load_entries(
+                index, table, block_stride, entries_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
             )
-            in_window = tile < window_tiles
-            chosen = _select(in_window, chosen, entries)
-            first = tl.where(in_window, first, first - window_tiles * BLOCK_N)
-        table, indices_at, length, block_stride, entries_per_block, shift = chosen
-        listed = first + tl.arange(0, BLOCK_N)
-        index = tl.load(indices_at + listed, mask=listed < length, other=-1)
-        k0, k1, k2, k3, valid, missing = _load_entries(
-            index, table, block_stride, entries_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
-        )
-        top, total, o0, o1, o2, o3 = add_tile(
-            top, total, o0, o1, o2, o3, q0, q1, q2, q3, k0, k1, k2, k3, valid, missing, scale, FOLD, DOT, PRECISION
-        )
+            top, total, o0, o1, o2, o3 = add_tile(
+                top, total, o0, o1, o2, o3, q0, q1, q2, q3, k0, k1, k2, k3, valid, missing, scale, FOLD, DOT, PRECISION
+            )
     store_sums(
         out_ptr, partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr,
         token, split, splits, head, heads, is_head, begin < end, top, total, o0, o1, o2, o3, FOLD, SPLIT, BLOCK_H,
@@ -236,14 +282,15 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     Raises:
         ValueError: a tensor has another dtype, shape, stride, alignment or device than the kernel reads.
     """
-    fp8 = inputs.kv_format is KVFormat.FP8
+    fp8, block_scaled = inputs.kv_format is KVFormat.FP8, inputs.kv_format is KVFormat.MXFP8
     window, entries = inputs.window, inputs.entries or inputs.window
     check = TensorChecker("attend", q.device)
     check.query(q, inputs.sink)
     check.rotation(q.shape[0], inputs.positions, inputs.rope)
     check.listed("window", window, inputs.kv_format, q.shape[0])
     if inputs.entries:
-        check.listed("entries", entries, inputs.kv_format, q.shape[0])
+        check.formats(inputs.kv_format, inputs.entry_format)
+        check.listed("entries", entries, inputs.entry_format, q.shape[0])
     dot, precision = products(q.dtype, inputs.kv_format)
     listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
     launch = plan_launch(q, listed, fp8, dot == tl.float32, splits)
@@ -259,6 +306,7 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
         *(inputs.scale, q.shape[1], launch.splits, q.stride(0), q.stride(1), *tables[0], *tables[1]),
         SHIFT=all(shift >= 0 for *_, shift in tables),
         FP8=fp8,
+        BLOCK_SCALED=block_scaled,
         FOLD=fp8 and q.dtype == torch.bfloat16,
         HAS_ENTRIES=inputs.entries is not None,
         SHARED=entries.owner is not None,

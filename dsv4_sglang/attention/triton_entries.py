@@ -1,4 +1,5 @@
-"""Triton functions for KV entries: byte sizes, addresses, decoding of FP8 codes, RoPE. `csrc/` has the same for CUDA.
+"""Triton functions for KV entries: byte sizes, addresses, decoding of FP8 and FP4 codes, RoPE. `csrc/` has the same for
+CUDA.
 
 FP8 entries are decoded by integer arithmetic, which sm_80 supports as well. The bits of an e4m3 number, moved to the
 exponent and mantissa of a bf16, represent that number times 2^-120.
@@ -8,14 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.formats import kv_entries
+from dsv4_sglang.formats import KVFormat, kv_entries, quantise
 
 DIM = tl.constexpr(kv_entries.ENTRY_DIM)
 NOPE = tl.constexpr(kv_entries.NOPE_DIM)
 ROPE = tl.constexpr(kv_entries.ROPE_DIM)
 ROW_BYTES = tl.constexpr(kv_entries.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(kv_entries.SCALE_BYTES)
-FP8_MAX = tl.constexpr(kv_entries.FP8_MAX)
+FP8_MAX = tl.constexpr(quantise.FP8_MAX)
+MXFP8_SCALES = tl.constexpr(KVFormat.MXFP8.scale_bytes)
+MXFP8_GROUP = tl.constexpr(kv_entries.ENTRY_DIM // KVFormat.MXFP8.scale_bytes)
+NVFP4_DATA = tl.constexpr(KVFormat.NVFP4.data_bytes)
+NVFP4_SCALES = tl.constexpr(KVFormat.NVFP4.scale_bytes)
+NVFP4_GROUP = tl.constexpr(kv_entries.ENTRY_DIM // KVFormat.NVFP4.scale_bytes)
 # An entry is processed in four pieces whose widths are powers of two: three for the dims without RoPE (an FP8 entry
 # changes its format after them), one for the dims with RoPE.
 PIECE0 = tl.constexpr(kv_entries.ENTRY_DIM // 2)
@@ -50,6 +56,48 @@ def e4m3_bits(code, DOT: tl.constexpr):
         bits = code.to(tl.uint32)
         value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
     return value
+
+
+@triton.jit
+def e4m3(code):
+    """Convert e4m3 bytes to fp32."""
+    return e4m3_bits(code, tl.float32) * SQRT_E4M3_FACTOR * SQRT_E4M3_FACTOR
+
+
+@triton.jit
+def e2m1(code):
+    """Convert 4-bit e2m1 codes to fp32."""
+    magnitude = code & 7
+    exponent = tl.maximum(magnitude >> 1, 1)
+    mantissa = tl.where(magnitude < 2, magnitude, 2 + (magnitude & 1))
+    halves = (mantissa << (exponent - 1)).to(tl.float32)
+    return tl.where((code & 8) != 0, -0.5, 0.5) * halves
+
+
+@triton.jit
+def _e4m3_scale(code):
+    """Convert bytes of e4m3 scales to fp32. Unlike `e4m3` it keeps NaN, the scale of values that were not finite."""
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), e4m3(code))
+
+
+@triton.jit
+def block_scaled_dims(
+    block_at, inside, entries_per_block, is_entry, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr
+):
+    """Load dims FIRST .. FIRST + WIDTH - 1 of the MXFP8 or NVFP4 entries `inside` [N, 1] of the blocks at `block_at`
+    [N, 1]."""
+    dim = FIRST + tl.arange(0, WIDTH)[None, :]
+    if FP4:
+        codes = tl.load(block_at + inside * NVFP4_DATA + dim // 2, mask=is_entry, other=0).to(tl.int32)
+        scale_at = block_at + entries_per_block * NVFP4_DATA + inside * NVFP4_SCALES + dim // NVFP4_GROUP
+        scale = _e4m3_scale(tl.load(scale_at, mask=is_entry, other=0))
+        value = e2m1((codes >> (dim % 2 * 4)) & 15) * scale
+    else:
+        codes = tl.load(block_at + inside * DIM + dim, mask=is_entry, other=0)
+        scale_at = block_at + entries_per_block * DIM + inside * MXFP8_SCALES + dim // MXFP8_GROUP
+        exponent = tl.load(scale_at, mask=is_entry, other=127).to(tl.int32)
+        value = e4m3(codes) * exponent_to_scale(exponent)
+    return value.to(DOT)
 
 
 @triton.jit

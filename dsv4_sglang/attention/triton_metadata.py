@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
 
 if TYPE_CHECKING:
     from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
@@ -27,14 +27,23 @@ def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
         tl.store(list_ptr + begin + at, block, mask=begin + at < stop)
 
 
+@triton.jit
+def _store_lens(at, visible, top_k, LIMITED: tl.constexpr):
+    """Store how many entries a token reads: all visible ones, or at most the top k."""
+    if LIMITED:
+        visible = tl.minimum(visible, top_k)
+    tl.store(at, visible)
+
+
 # Arguments, B requests of TOKENS_PER_REQUEST tokens each, T tokens:
 #   inputs of a request: state slot int32 [B], length [B], mask bool [B] and slot [B] of the snapshots that are due
 #   (read if the step takes snapshots), block table int32 [B, table_columns]
 #   outputs of a request: slots and prefix_lens int32 [B]
-#   outputs of a token: positions int64 [T], window_indices int32 [T, LISTED], three lens int32 [T], hca_indices int32
-#   [T, table_columns] (with several tokens per request)
+#   outputs of a token: positions int64 [T], window_indices int32 [T, LISTED], window lens int32 [T], entry lens int32
+#   [T] of ratios A and B (0: none), hca_indices int32 [T, table_columns] (LISTS_BLOCKS and several tokens per request)
 #   copies of snapshots: copy_src and copy_dst int32 [B]
-#   numbers: length before the step minus given length, top k of CSA, entries of a ring, columns of the block table
+#   numbers: length before the step minus given length, most entries of a ratio that is LIMITED, entries of a ring,
+#   columns of the block table
 @triton.jit
 def _decode_kernel(
     state_slots_ptr,
@@ -47,8 +56,8 @@ def _decode_kernel(
     positions_ptr,
     window_indices_ptr,
     window_lens_ptr,
-    csa_lens_ptr,
-    hca_lens_ptr,
+    lens_a_ptr,
+    lens_b_ptr,
     hca_indices_ptr,
     copy_src_ptr,
     copy_dst_ptr,
@@ -62,8 +71,12 @@ def _decode_kernel(
     WINDOW_LEN: tl.constexpr,
     LISTED: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CSA_RATIO: tl.constexpr,
-    HCA_RATIO: tl.constexpr,
+    RATIO_A: tl.constexpr,
+    RATIO_B: tl.constexpr,
+    LIMITED_A: tl.constexpr,
+    LIMITED_B: tl.constexpr,
+    LISTS_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
     """Grid (tokens)."""
@@ -78,17 +91,19 @@ def _decode_kernel(
     tl.store(positions_ptr + t, position.to(tl.int64))
     seen = tl.where(real, prefix + TOKENS_PER_REQUEST, 0) if SEES_BLOCK else length
     tl.store(window_lens_ptr + t, tl.minimum(seen, WINDOW_LEN))
-    tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
-    tl.store(hca_lens_ptr + t, length // HCA_RATIO)
+    if RATIO_A:
+        _store_lens(lens_a_ptr + t, length // RATIO_A, top_k, LIMITED_A)
+    if RATIO_B:
+        _store_lens(lens_b_ptr + t, length // RATIO_B, top_k, LIMITED_B)
     column = tl.arange(0, COLUMNS)
     entry = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
     tl.store(window_indices_ptr + t * LISTED + column, entry, mask=column < WINDOW_LEN)
-    if TOKENS_PER_REQUEST > 1:
+    if LISTS_BLOCKS and TOKENS_PER_REQUEST > 1:
         blocks_ptr, list_ptr = (
             block_table_ptr + b.to(tl.int64) * table_columns,
             hca_indices_ptr + t.to(tl.int64) * table_columns,
         )
-        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // BLOCK, table_columns), COLUMNS_AT_ONCE)
     if t % TOKENS_PER_REQUEST == 0:
         tl.store(slots_ptr + b, slot)
         tl.store(prefix_lens_ptr + b, prefix)
@@ -104,14 +119,13 @@ def build(
     length_offset: int,
     snapshot_mask: Tensor | None,
     snapshot_slots: Tensor | None,
-    top_k: int,
 ) -> None:
     """Fill the buffers of a decode step.
 
     Args:
         buffers: receives the metadata. Without `snapshot_mask` and `snapshot_slots`, `copy_src` and `copy_dst` are not
             written.
-        seq_lens, length_offset, snapshot_mask, snapshot_slots, top_k: as in `metadata.build_decode`.
+        seq_lens, length_offset, snapshot_mask, snapshot_slots: as in `metadata.build_decode`.
     """
     takes_snapshots, listed = snapshot_mask is not None and snapshot_slots is not None, buffers.window_indices.shape[1]
     _decode_kernel[(seq_lens.shape[0] * buffers.tokens_per_request,)](
@@ -125,13 +139,12 @@ def build(
         buffers.positions,
         buffers.window_indices,
         buffers.window_lens,
-        buffers.csa_lens,
-        buffers.hca_lens,
+        *buffers.kernel_lens.tensors,
         buffers.hca_indices,
         buffers.copy_src,
         buffers.copy_dst,
         length_offset,
-        top_k,
+        buffers.kernel_lens.top_k,
         buffers.ring_rows,
         buffers.block_table.shape[1],
         TOKENS_PER_REQUEST=buffers.tokens_per_request,
@@ -140,8 +153,8 @@ def build(
         WINDOW_LEN=buffers.window_len,
         LISTED=listed,
         COLUMNS=triton.next_power_of_2(listed),
-        CSA_RATIO=CSA_RATIO,
-        HCA_RATIO=HCA_RATIO,
+        **buffers.kernel_lens.constants,
+        BLOCK=BLOCK_TOKENS,
         COLUMNS_AT_ONCE=256,
         num_warps=1,
     )
@@ -151,9 +164,10 @@ def build(
 #   inputs of a request: state slot, prefix length and chunk length int32 [B], block table int32 [B, table_columns]
 #   inputs of its snapshots: staging slot and length int32 [B, K]
 #   outputs of a request: slots int32 [B], query_start int32 [B + 1]
-#   outputs of a token: request and staging slot int32 [T], positions int64 [T], window_indices int32 [T, WINDOW], three
-#   lens int32 [T], hca_indices int32 [T, table_columns]
-#   numbers: T, requests, K, top k of CSA, columns of the block table
+#   outputs of a token: request and staging slot int32 [T], positions int64 [T], window_indices int32 [T, WINDOW],
+#   window lens int32 [T], entry lens int32 [T] of ratios A and B (0: none), hca_indices int32 [T, table_columns]
+#   (LISTS_BLOCKS)
+#   numbers: T, requests, K, most entries of a ratio that is LIMITED, columns of the block table
 @triton.jit
 def _prefill_kernel(
     state_slots_ptr,
@@ -169,8 +183,8 @@ def _prefill_kernel(
     positions_ptr,
     window_indices_ptr,
     window_lens_ptr,
-    csa_lens_ptr,
-    hca_lens_ptr,
+    lens_a_ptr,
+    lens_b_ptr,
     hca_indices_ptr,
     tokens,
     requests,
@@ -181,8 +195,11 @@ def _prefill_kernel(
     SNAPSHOTS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
-    CSA_RATIO: tl.constexpr,
-    HCA_RATIO: tl.constexpr,
+    RATIO_A: tl.constexpr,
+    RATIO_B: tl.constexpr,
+    LIMITED_A: tl.constexpr,
+    LIMITED_B: tl.constexpr,
+    LISTS_BLOCKS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
     """Grid (tokens). REQUESTS, above `requests`, and SNAPSHOTS, at least `most_snapshots`, are powers of two."""
@@ -199,8 +216,10 @@ def _prefill_kernel(
     tl.store(token_request_ptr + t, b)
     tl.store(positions_ptr + t, position.to(tl.int64))
     tl.store(window_lens_ptr + t, tl.minimum(length, WINDOW))
-    tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
-    tl.store(hca_lens_ptr + t, length // HCA_RATIO)
+    if RATIO_A:
+        _store_lens(lens_a_ptr + t, length // RATIO_A, top_k, LIMITED_A)
+    if RATIO_B:
+        _store_lens(lens_b_ptr + t, length // RATIO_B, top_k, LIMITED_B)
     column = tl.arange(0, WINDOW)
     first = start + WINDOW * (b + 1) - prefix + tl.maximum(length - WINDOW, 0)
     tl.store(window_indices_ptr + t * WINDOW + column, first + column)
@@ -209,9 +228,10 @@ def _prefill_kernel(
     slot = tl.load(staging_slots_ptr + at, mask=snapshot < most_snapshots, other=-1)
     holds = tl.load(snapshot_lens_ptr + at, mask=snapshot < most_snapshots, other=0) // BLOCK == position // BLOCK + 1
     tl.store(token_staging_slots_ptr + t, tl.max(tl.where(holds, slot, -1), 0))
-    blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
-    list_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
-    _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+    if LISTS_BLOCKS:
+        blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
+        list_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
+        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // BLOCK, table_columns), COLUMNS_AT_ONCE)
     if t == 0:
         slots = tl.load(state_slots_ptr + request, mask=request <= requests, other=0)
         tl.store(slots_ptr + request, tl.where(slots > 0, slots, -1), mask=request <= requests)
@@ -219,13 +239,12 @@ def _prefill_kernel(
         tl.store(query_start_ptr + requests + 1, tokens)
 
 
-def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
+def build_prefill(buffers: PrefillBuffers, tokens: int) -> None:
     """Derive the metadata of a prefill step from the inputs in `buffers`.
 
     Args:
         buffers: inputs and derived tensors.
         tokens: number of tokens of the step.
-        top_k: entries that a token selects in a CSA layer.
     """
     _prefill_kernel[(tokens,)](
         buffers.state_slots,
@@ -241,20 +260,18 @@ def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
         buffers.positions,
         buffers.window_indices,
         buffers.window_lens,
-        buffers.csa_lens,
-        buffers.hca_lens,
+        *buffers.kernel_lens.tensors,
         buffers.hca_indices,
         tokens,
         buffers.requests,
         buffers.most_snapshots,
-        top_k,
+        buffers.kernel_lens.top_k,
         buffers.block_table.shape[1],
         REQUESTS=triton.next_power_of_2(buffers.requests + 1),
         SNAPSHOTS=triton.next_power_of_2(buffers.most_snapshots),
         WINDOW=WINDOW,
         BLOCK=BLOCK_TOKENS,
-        CSA_RATIO=CSA_RATIO,
-        HCA_RATIO=HCA_RATIO,
+        **buffers.kernel_lens.constants,
         COLUMNS_AT_ONCE=256,
         num_warps=1,
     )

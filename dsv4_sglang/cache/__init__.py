@@ -7,7 +7,7 @@ from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
+from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema, v4_specs
 from dsv4_sglang.cache.state_cache import StateStorage
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "PagedKVPool",
     "StateStorage",
     "build_schema",
+    "v4_specs",
 ]

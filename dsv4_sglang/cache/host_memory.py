@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import resource
@@ -13,6 +14,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from dsv4_sglang.cache.host_sharing import HostSharing
+
+# Bytes of shared memory that a process allocates at once. The processes take turns, so that the pages are divided among
+# the NUMA nodes of their GPUs.
+STRIPE = 64 << 20
+# Name of shared memory in /proc/PID/maps.
+SHARED_NAME = "dsv4_sglang-host-cache"
 
 
 def cpus_in(listed: str) -> set[int]:
@@ -57,23 +66,39 @@ class HostMemory:
     two and keeps freed memory.) The memory is unpinned when the object is freed, after all copies in flight. Tensors
     that still refer to it keep it as pageable memory.
 
+    Shared memory has no name in a file system: the system frees it when the last process has ended, in whatever way.
+
     Args:
         nbytes: size in bytes, rounded up to whole pages.
         device: device that accesses the memory.
-        cpus: with a GPU, CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
+        cpus: with a GPU, CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node. Each
+            process allocates its part of shared memory.
+        sharing: processes that create the memory together and share it. None: only this one.
 
     Raises:
-        RuntimeError: the system does not provide or pin this much memory.
+        RuntimeError: the system does not provide or pin this much memory. With `sharing`, in all processes.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        cpus: Collection[int] | None = None,
+        sharing: HostSharing | None = None,
+    ) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if device.type != "cuda":
-            self.bytes = _pages(self.nbytes)
-            return
-        with running_on(cpus_near(device) if cpus is None else cpus):
-            self.bytes = _pages(self.nbytes)
-            _register(self.bytes, device)
+        sharing = sharing or HostSharing()
+        near = () if device.type != "cuda" else cpus_near(device) if cpus is None else cpus
+        with running_on(near):
+            if sharing.size == 1:
+                with sharing.agreed():
+                    self.bytes = _pages(self.nbytes)
+            else:
+                self.bytes = _shared_pages(self.nbytes, sharing)
+            if device.type != "cuda":
+                return
+            with sharing.agreed():
+                _register(self.bytes, device)
         unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr(), device)
         unpin.atexit = False  # process exit unpins, and CUDA may already be shut down
 
@@ -84,18 +109,74 @@ def _pages(nbytes: int) -> Tensor:
     The pages are populated at once, so that they are allocated on this thread's NUMA node. They are shared, because a
     fork would turn private pages into copy-on-write, after which the GPU and this process could use different pages.
     """
-    available = _available()
-    if nbytes > available:
-        # Without this check the kernel would kill a process to free memory.
+    _require_available(nbytes)
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    with _naming(nbytes):
+        return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+
+
+def _shared_pages(nbytes: int, sharing: HostSharing) -> Tensor:
+    """Return memory as `_pages` does, the same in all processes of `sharing`.
+
+    The first process creates a file without a name, which the others open through its descriptor. Each allocates its
+    stripes: unlike a first access, this reports a lack of memory instead of ending the process.
+    """
+    with contextlib.ExitStack() as files:
+
+        def keep(file: int) -> int:
+            files.callback(os.close, file)
+            return file
+
+        file = -1
+        with sharing.agreed():
+            if sharing.leads:
+                _require_available(nbytes)
+                with _naming(nbytes):
+                    file = keep(os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+                    os.ftruncate(file, nbytes)
+                    # An access beyond the end of a file that was shortened would end the process.
+                    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        process, number = sharing.gather((os.getpid(), file))[0]
+        with sharing.agreed(), _naming(nbytes):
+            if not sharing.leads:
+                file = keep(_open_shared(process, number, nbytes))
+            for at in range(sharing.rank * STRIPE, nbytes, sharing.size * STRIPE):
+                os.posix_fallocate(file, at, min(STRIPE, nbytes - at))
+        with sharing.agreed(), _naming(nbytes):
+            pages = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _open_shared(process: int, number: int, nbytes: int) -> int:
+    """Return a descriptor of another process's shared memory, which that process has opened as `number`."""
+    try:
+        file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot share the host memory of process {process}: {error}; the processes of a server need the same user "
+            "and the same /proc"
+        ) from error
+    if (size := os.fstat(file).st_size) != nbytes:
+        os.close(file)
+        raise RuntimeError(f"process {process} shares {_size(size)} of host memory; expected {_size(nbytes)}")
+    return file
+
+
+def _require_available(nbytes: int) -> None:
+    """Raise RuntimeError if less memory is available. Without this check the kernel would kill a process."""
+    if nbytes > (available := available_bytes()):
         raise RuntimeError(
             f"{_size(nbytes)} of host memory requested, {_size(available)} available; use fewer host blocks"
         )
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+
+
+@contextmanager
+def _naming(nbytes: int) -> Iterator[None]:
+    """Context manager: raise an error of the system as a RuntimeError that has the requested size."""
     try:
-        pages = mmap.mmap(-1, nbytes, flags=flags)
+        yield
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(f"cannot allocate {_size(nbytes)} of host memory: {error}; use fewer host blocks") from error
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _register(memory: Tensor, device: torch.device) -> None:
@@ -111,7 +192,7 @@ def _register(memory: Tensor, device: torch.device) -> None:
     locked = "no limit" if limit == resource.RLIM_INFINITY else _size(limit)
     raise RuntimeError(
         f"CUDA cannot pin {_size(memory.nbytes)} of host memory for {device}: {cudart.cudaGetErrorString(status)}; "
-        f"{_size(_available())} are available, ulimit -l is {locked}: use fewer host blocks or raise the limit"
+        f"{_size(available_bytes())} are available, ulimit -l is {locked}: use fewer host blocks or raise the limit"
     )
 
 
@@ -123,7 +204,7 @@ def _unregister(address: int, device: torch.device) -> None:
         raise RuntimeError(f"CUDA cannot unpin the host memory at {address:#x}: error {int(status)}")
 
 
-def _available(root: Path = Path("/")) -> int:
+def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of memory available without swapping, within the limits of the control groups.
 
     `root` is the directory of `proc` and `sys`.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.host_memory import HostMemory
+from dsv4_sglang.cache.host_sharing import HostSharing
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 
@@ -38,6 +39,7 @@ class HostRowBuffer:
         offsets: by layer, the offset of each view in a host row.
         row_bytes: bytes of a row.
         cpus: as in `HostBlockPool`.
+        sharing: as in `HostBlockPool`.
         staged: rows of the staging buffer.
 
     Raises:
@@ -53,13 +55,15 @@ class HostRowBuffer:
         offsets: Sequence[Sequence[int]],
         row_bytes: int,
         cpus: Collection[int] | None,
+        sharing: HostSharing | None,
         staged: int,
     ) -> None:
         if count < 1:
             raise ValueError(f"{name} is {count}; expected at least 1")
         self._views, self._offsets = views, offsets
         self.device = views[0][0].device
-        self._memory = HostMemory(count * row_bytes, self.device, cpus)
+        self.sharing = sharing or HostSharing()
+        self._memory = HostMemory(count * row_bytes, self.device, cpus, self.sharing)
         self.rows = self._memory.bytes[: count * row_bytes].view(count, row_bytes)
         self._staging: Tensor | None = None
         if self.device.type == "cuda":
@@ -126,6 +130,7 @@ class HostBlockPool(HostRowBuffer):
         num_blocks: number of blocks of 128 tokens, the same for every layer.
         cpus: CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
         spare: bytes at the end of each row for other users. Rows are then whole pages.
+        sharing: processes that create the pool together. They share its memory and agree on what is in which row.
 
     Raises:
         ValueError: `num_blocks` is below 1.
@@ -133,12 +138,17 @@ class HostBlockPool(HostRowBuffer):
     """
 
     def __init__(
-        self, pools: Sequence[PagedKVPool], num_blocks: int, cpus: Collection[int] | None = None, spare: int = 0
+        self,
+        pools: Sequence[PagedKVPool],
+        num_blocks: int,
+        cpus: Collection[int] | None = None,
+        spare: int = 0,
+        sharing: HostSharing | None = None,
     ) -> None:
         views = [pool.block_views() for pool in pools]
         offsets, end = _row_layout(views)
         self.num_blocks, self.block_bytes = num_blocks, host_row_bytes(end, spare)
-        super().__init__("num_blocks", num_blocks, views, offsets, self.block_bytes, cpus, STAGED_BLOCKS)
+        super().__init__("num_blocks", num_blocks, views, offsets, self.block_bytes, cpus, sharing, STAGED_BLOCKS)
 
     def save(self, blocks: Tensor, rows: Tensor) -> None:
         """Copy blocks of all layers to the host, ordered on the current stream.
@@ -215,7 +225,7 @@ class HostSnapshotPool(HostRowBuffer):
     """`num_snapshots` host copies of snapshots, which are numbered from 1.
 
     A row of `rows` [num_snapshots, snapshot_bytes] uint8 holds the rings of all layers, then their CSA compressor
-    states (`StateStorage.snapshot_tables`). It is a multiple of 128 bytes. `spare`: as in `HostBlockPool`.
+    states (`StateStorage.snapshot_tables`). It is a multiple of 128 bytes. `spare`, `sharing`: as in `HostBlockPool`.
 
     Raises:
         ValueError: `num_snapshots` is below 1.
@@ -223,12 +233,17 @@ class HostSnapshotPool(HostRowBuffer):
     """
 
     def __init__(
-        self, storage: StateStorage, num_snapshots: int, cpus: Collection[int] | None = None, spare: int = 0
+        self,
+        storage: StateStorage,
+        num_snapshots: int,
+        cpus: Collection[int] | None = None,
+        spare: int = 0,
+        sharing: HostSharing | None = None,
     ) -> None:
         tables = storage.snapshot_tables()
         *offsets, end = itertools.accumulate((table.shape[1] for table in tables), initial=0)
         size = host_row_bytes(end, spare)
-        super().__init__("num_snapshots", num_snapshots, [tables], [offsets], size, cpus, staged=1)
+        super().__init__("num_snapshots", num_snapshots, [tables], [offsets], size, cpus, sharing, staged=1)
         self.num_snapshots, self.snapshot_bytes = self.rows.shape
         # Precomputed on the device, so that a copy needs no transfer of its index.
         self._numbers = torch.arange(len(tables[0]), device=self.device)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.layer_spec import LayerKVSpec
-from dsv4_sglang.cache.schema import LayerCacheSchema, SchemaOptions, build_schema
-from dsv4_sglang.formats import StorageFormat
+from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
-from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
-from dsv4_sglang.model.layer_schedule import LayerSpec
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-Spec = TypeVar("Spec", bound=LayerKVSpec)
+from dsv4_sglang.model.layer_schedule import AttentionType
 
 
 class PoolPart(NamedTuple):
@@ -35,7 +27,7 @@ class PoolPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheLayout(Generic[Spec]):
+class CacheLayout:
     """What a block of 128 tokens and a state slot consist of, layer by layer.
 
     Args:
@@ -49,7 +41,7 @@ class CacheLayout(Generic[Spec]):
         ValueError: there are no layers.
     """
 
-    schemas: tuple[Spec, ...]
+    schemas: tuple[LayerKVSpec, ...]
     device: torch.device
     sm100: bool | None = None
     draft_layers: int = 0
@@ -58,44 +50,17 @@ class CacheLayout(Generic[Spec]):
         if not self.schemas:
             raise ValueError("no layers: a cache needs at least one schema")
 
-    @staticmethod
-    def build(
-        config: DSV4Config,
-        schedule: Sequence[LayerSpec],
-        device: torch.device,
-        *,
-        sm100: bool | None = None,
-        draft_layers: int = 0,
-        **options: Unpack[SchemaOptions],
-    ) -> CacheLayout[LayerCacheSchema]:
-        """Return the layout of a V4 model.
-
-        Args:
-            config: configuration of the model.
-            schedule: kinds of the layers.
-            device, sm100, draft_layers: as in the class.
-            options: as in `build_schema`.
-
-        Raises:
-            ValueError: as in `build_schema` and in the class.
-        """
-        return CacheLayout(
-            tuple(build_schema(config, spec, **options) for spec in schedule), device, sm100, draft_layers
-        )
-
     @property
-    def kinds(self) -> tuple[enum.Enum, ...]:
+    def kinds(self) -> tuple[AttentionType, ...]:
         """Kinds of layers that write entries, in the order of their enum."""
-        return tuple(
-            kind for kind in type(self.schemas[0].kind) if any(s.kind is kind and s.ratio for s in self.schemas)
-        )
+        return tuple(kind for kind in AttentionType if kind.ratio and any(s.kind is kind for s in self.schemas))
 
-    def layers(self, kind: enum.Enum) -> list[int]:
+    def layers(self, kind: AttentionType) -> list[int]:
         """Return the ids of the layers of a kind, in order."""
         return [layer for layer, schema in enumerate(self.schemas) if schema.kind is kind]
 
     @property
-    def ring_format(self) -> StorageFormat:
+    def ring_format(self) -> KVFormat:
         """The format of window entries, in every layer."""
         return self.schemas[0].ring_format
 
@@ -105,7 +70,7 @@ class CacheLayout(Generic[Spec]):
         return self.schemas[0].ring_rows
 
     @property
-    def kept(self) -> Spec | None:
+    def kept(self) -> LayerKVSpec | None:
         """The spec whose compressor states snapshots keep in part. None: snapshots are rings alone."""
         return next((schema for schema in self.schemas if schema.kept_units), None)
 
@@ -127,7 +92,7 @@ class CacheLayout(Generic[Spec]):
         """Allocate `rings`, zeroed."""
         return make_kv_buffers(len(self.schemas), slots, self.ring_rows, self.ring_format, self.device)
 
-    def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
+    def compressor_states(self, kind: AttentionType, slots: int) -> PoolPart | None:
         """Return the compressor states of `slots` slots, fp32 [layers of the kind, slots, rows, columns], or None."""
         layers = self.layers(kind)
         shape = self.schemas[layers[0]].compressor_state_shape
@@ -148,7 +113,7 @@ class CacheLayout(Generic[Spec]):
             rows = len(self.kept.kept_units) * CSA_RATIO
             yield pool_part("snapshot compressor states", (layers, snapshots, rows, columns), states.dtype)
 
-    def _entries(self, name: str, tables: int, blocks: int, entries: int, entry_format: StorageFormat) -> PoolPart:
+    def _entries(self, name: str, tables: int, blocks: int, entries: int, entry_format: KVFormat) -> PoolPart:
         """Return KV buffers, with the padding after each block."""
         size = tables * blocks * block_stride_bytes(entries, entry_format, self.device, self.sm100)
         return PoolPart(name, (tables, blocks, entries, entry_format.width), entry_format.dtype, size)

@@ -62,7 +62,7 @@ class PagedKVPool(BlockPool):
 
     def block_views(self) -> list[Tensor]:
         # In a flat FP8 layer the entries and their exponents are apart, so they are two views.
-        if self.schema.is_flat and isinstance(self.schema.entry_format, KVFormat):
+        if self.schema.is_flat:
             return [strip[0] for strip in KVBuffer(self.entries, self.schema.entry_format).strips()]
         views = []
         for table in self.allocations:

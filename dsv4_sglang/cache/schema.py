@@ -1,18 +1,29 @@
-"""Storage of a layer of DeepSeek-V4: `LayerKVSpec` of window, CSA and HCA layers (SPEC 5, 6.1, 6.2)."""
+"""The layers of DeepSeek-V4 as `LayerKVSpec`: window, CSA and HCA layers (SPEC 5, 6.1, 6.2)."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
-from dsv4_sglang.cache.layer_spec import LayerKVSpec
-from dsv4_sglang.formats import KeyFormat, KVFormat
+from dsv4_sglang.cache.layer_spec import LayerKVSpec, Selection
+from dsv4_sglang.formats import V4_KV_FORMATS, KeyFormat, KVFormat
+from dsv4_sglang.formats.index_keys import INDEX_DIM
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, ROPE_DIM
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, WINDOW, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
 _Option = TypeVar("_Option", bound=enum.Enum)
+_SELECTIONS = {
+    AttentionType.SWA: Selection.NONE,
+    AttentionType.CSA: Selection.TOP_K,
+    AttentionType.HCA: Selection.ALL,
+}
 
 
 class HcaState(enum.Enum):
@@ -26,32 +37,33 @@ class HcaState(enum.Enum):
     ONLINE = "online"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerCacheSchema(LayerKVSpec):
-    """The storage of one layer of V4."""
+    """A layer of V4. Rings and compressor states grow with `draft_tokens` (`state_rows`)."""
 
-    attn: AttentionType
-    entry_head_dim: int
-    rope_dim: int
-    # Dims of an index key, 0 without an indexer.
-    indexer_head_dim: int
-    kv_format: KVFormat
-    key_format: KeyFormat
     hca_state: HcaState
-    # Maximum tokens per request in a verify step (1 + drafts). All but the first may be rejected and rolled back by the
-    # next step. 0 or 1 means no speculation. Rings and compressor states grow with it (`state_rows`).
-    draft_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if self.attn is AttentionType.HCA and self.rows.hca_state_copies > 1 and self.hca_state is HcaState.RAW:
-            raise ValueError(
-                f"hca_state is 'raw' with draft_tokens {self.draft_tokens}: rejected drafts would stay in the open "
-                "window; expected 'online', which keeps a copy of the state for each length"
-            )
 
     @property
-    def kind(self) -> AttentionType:
-        return self.attn
+    def attn(self) -> AttentionType:
+        return self.kind
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """The format of window entries and compressed entries."""
+        return self.ring_format
+
+    @property
+    def entry_head_dim(self) -> int:
+        return ENTRY_DIM
+
+    @property
+    def rope_dim(self) -> int:
+        return ROPE_DIM
+
+    @property
+    def indexer_head_dim(self) -> int:
+        """Dims of an index key, 0 without an indexer."""
+        return INDEX_DIM if self.has_indexer else 0
 
     @property
     def rows(self) -> StateRows:
@@ -64,61 +76,12 @@ class LayerCacheSchema(LayerKVSpec):
         return WINDOW
 
     @property
-    def ring_rows(self) -> int:
-        return self.rows.ring
-
-    @property
-    def ring_format(self) -> KVFormat:
-        return self.kv_format
-
-    @property
-    def entry_format(self) -> KVFormat:
-        return self.kv_format
-
-    @property
-    def ratio(self) -> int:
-        return self.attn.ratio
-
-    @property
     def tail_buffer_size(self) -> int:
         """Maximum tokens of a window that no entry holds yet, 0 for SWA.
 
         A CSA compressor state has more rows (`compressor_state_shape`), because the next window pools this one too.
         """
         return max(self.ratio - 1, 0)
-
-    @property
-    def has_indexer(self) -> bool:
-        return self.attn is AttentionType.CSA
-
-    @property
-    def is_flat(self) -> bool:
-        """Return True for HCA, which has one entry per block, because FlashMLA's entries start at multiples of 16 B."""
-        return self.attn is AttentionType.HCA
-
-    @property
-    def compressor_state_shape(self) -> tuple[int, int] | None:
-        """Rows and fp32 columns of a slot's compressor state, None for SWA.
-
-        CSA: rings of current k, current z, previous k and previous z (4, 4, 8 and 8 rows without drafts), main
-        compressor and indexer side by side. HCA: 128 k and 128 z (raw), or max, sum and accumulator of each copy of the
-        state (online).
-        """
-        if self.attn is AttentionType.CSA:
-            return self.rows.csa.rows, self.entry_head_dim + self.indexer_head_dim
-        if self.attn is AttentionType.HCA:
-            online = HCA_ONLINE_ROWS * self.rows.hca_state_copies
-            return (HCA_RAW_ROWS if self.hca_state is HcaState.RAW else online), self.entry_head_dim
-        return None
-
-    @property
-    def kept_units(self) -> tuple[int, ...]:
-        """Return the units of a CSA compressor state that are alive at a multiple of 128: the last unit of the previous
-        stream's k and the last of its z, because their rings divide 128."""
-        if self.attn is not AttentionType.CSA:
-            return ()
-        rings = self.rows.csa
-        return rings.previous_z // CSA_RATIO - 1, rings.rows // CSA_RATIO - 1
 
 
 class SchemaOptions(TypedDict, total=False):
@@ -152,22 +115,66 @@ def build_schema(
     Raises:
         ValueError: unknown format, or number of draft tokens that is not supported.
     """
-    has_indexer = layer_spec.attn is AttentionType.CSA
+    kind, rows = layer_spec.attn, state_rows(draft_tokens)
+    state = _option(tuple(HcaState), "hca_state", hca_state)
+    if kind is AttentionType.HCA and rows.hca_state_copies > 1 and state is HcaState.RAW:
+        raise ValueError(
+            f"hca_state is 'raw' with draft_tokens {draft_tokens}: rejected drafts would stay in the open window; "
+            "expected 'online', which keeps a copy of the state for each length"
+        )
+    stored = _option(V4_KV_FORMATS, "kv_format", kv_format)
+    is_csa = kind is AttentionType.CSA
     return LayerCacheSchema(
-        attn=layer_spec.attn,
-        entry_head_dim=config.head_dim,
-        rope_dim=config.qk_rope_head_dim,
-        indexer_head_dim=config.index_head_dim if has_indexer else 0,
-        kv_format=_option(KVFormat, "kv_format", kv_format),
-        key_format=_option(KeyFormat, "key_format", key_format),
-        hca_state=_option(HcaState, "hca_state", hca_state),
+        kind=kind,
+        ring_rows=rows.ring,
+        ring_format=stored,
+        entry_format=stored,
+        key_format=_option(tuple(KeyFormat), "key_format", key_format),
+        has_indexer=is_csa,
+        compressor_state_shape=_compressor_state_shape(kind, rows, state),
+        # What is alive at a multiple of 128: the last unit of the previous stream's k and the last of its z, because
+        # their rings divide 128.
+        kept_units=(rows.csa.previous_z // CSA_RATIO - 1, rows.csa.rows // CSA_RATIO - 1) if is_csa else (),
         draft_tokens=draft_tokens,
+        selection=_SELECTIONS[kind],
+        hca_state=state,
     )
 
 
-def _option(kind: type[_Option], name: str, value: _Option | str) -> _Option:
-    try:
-        return kind(value)
-    except ValueError:
-        names = ", ".join(repr(option.value) for option in kind)
-        raise ValueError(f"{name} is {value!r}; expected one of {names}") from None
+def v4_specs(
+    config: DSV4Config, schedule: Sequence[LayerSpec], **options: Unpack[SchemaOptions]
+) -> tuple[LayerCacheSchema, ...]:
+    """Return the layers of a model in order.
+
+    Args:
+        config: configuration of the model.
+        schedule: kinds of the layers.
+        options: as in `build_schema`.
+
+    Raises:
+        ValueError: as in `build_schema`.
+    """
+    return tuple(build_schema(config, layer_spec, **options) for layer_spec in schedule)
+
+
+def _compressor_state_shape(kind: AttentionType, rows: StateRows, hca_state: HcaState) -> tuple[int, int] | None:
+    """Return rows and fp32 columns of a slot's compressor state, None for SWA.
+
+    CSA: rings of current k, current z, previous k and previous z (4, 4, 8 and 8 rows without drafts), main compressor
+    and indexer side by side. HCA: 128 k and 128 z (raw), or max, sum and accumulator of each copy of the state
+    (online).
+    """
+    if kind is AttentionType.CSA:
+        return rows.csa.rows, ENTRY_DIM + INDEX_DIM
+    if kind is AttentionType.HCA:
+        online = HCA_ONLINE_ROWS * rows.hca_state_copies
+        return (HCA_RAW_ROWS if hca_state is HcaState.RAW else online), ENTRY_DIM
+    return None
+
+
+def _option(options: Sequence[_Option], name: str, value: _Option | str) -> _Option:
+    for option in options:
+        if value in (option, option.value):
+            return option
+    names = ", ".join(repr(option.value) for option in options)
+    raise ValueError(f"{name} is {value!r}; expected one of {names}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
 
@@ -12,13 +10,14 @@ from dsv4_sglang.cache.contracts import StateSlots
 from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import CSA_RATIO
+from dsv4_sglang.model.layer_schedule import AttentionType
 
 
 class StateStorage(StateSlots):
     """State of all layers: slots of running requests and compact snapshots of them, in a few tensors.
 
     - `rings` [layers, slots, R, width]: window entries, position t at index t % R (R: `CacheLayout.ring_rows`).
-    - `compressor_states`: fp32, by kind, [layers, slots, *`LayerCacheSchema.compressor_state_shape`]. Without drafts
+    - `compressor_states`: fp32, by kind, [layers, slots, *`LayerKVSpec.compressor_state_shape`]. Without drafts
       CSA [.., .., 24, 640]; HCA [.., .., 256, 512] raw, [.., .., 3, 512] online; V4.1's pairs [.., .., 1, 1024].
 
     Slots are numbered from 0, snapshots from 1. A snapshot of a state at a multiple of 128 keeps only what is live
@@ -44,7 +43,7 @@ class StateStorage(StateSlots):
         self.device = resolve_device(layout.device)
         self._all_rings = layout.make_rings(num_slots + snapshots)
         self.rings: Tensor = self._all_rings[:, :num_slots]
-        self.compressor_states: dict[enum.Enum, Tensor] = {}
+        self.compressor_states: dict[AttentionType, Tensor] = {}
         self._compressor_state_units: Tensor | None = None
         spec = layout.kept
         self._kept = spec.kept_units if spec else ()

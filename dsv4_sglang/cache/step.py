@@ -9,6 +9,7 @@ in the cache. SPEC 4.3 and 4.4 define what position t attends to.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,20 +56,26 @@ def prefill_window_size(tokens: int, requests: int) -> int:
     return tokens + WINDOW * requests
 
 
-def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Tensor:
-    """Return the number of compressed entries visible to each token, floor((t + 1) / ratio), at most `top_k`.
+def visible_entries(lengths: Tensor, ratio: int, limit: int | None = None) -> Tensor:
+    """Return the number of compressed entries visible to each token, floor((t + 1) / ratio), at most `limit`.
 
     Args:
         lengths: int32 [T], t + 1 for position t, 0 for padding tokens.
         ratio: tokens per entry.
-        top_k: upper bound, None for none.
+        limit: upper bound, None for none.
     """
     seen = lengths // ratio
-    return seen if top_k is None else seen.clamp_max(top_k)
+    return seen if limit is None else seen.clamp_max(limit)
 
 
-# Attributes of `StepMetadata` with an element or a row for each token, besides `out_loc` and `staging_slots`.
-PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens")
+def v4_limits(top_k: int | None = None) -> dict[int, int | None]:
+    """Return `layer_spec.entry_limits` of a V4 model with CSA and HCA layers."""
+    return {CSA_RATIO: top_k, HCA_RATIO: None}
+
+
+# Attributes of `StepMetadata` with an element or a row for each token, besides `out_loc`, `staging_slots` and
+# `entry_lens`.
+PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens")
 
 
 @dataclass
@@ -89,11 +96,11 @@ class StepMetadata:
             in the step's window workspace in a prefill step. W is 128, or larger in a step whose tokens all attend to
             each other.
         window_lens: [T] int32, number of valid window indices.
-        csa_lens: [T] int32, entries that a CSA layer reads, at most its top k; all visible ones if none is given.
-        hca_indices: [T, NB] int32, indices of HCA entries, in a CUDA graph. Entry i of a request has the index of its
-            block i. None in other steps: the list of a token is row `token_request` of `block_table`, and a copy of it
-            for each token would take 512 MiB for 16,384 tokens beside a request of a million.
-        hca_lens: [T] int32, number of valid HCA indices.
+        entry_lens: for each ratio of entries that layers of the model read, [T] int32, how many of them a token reads:
+            all visible ones, or at most the top k.
+        hca_indices: [T, NB] int32, indices of entries of ratio 128, in a CUDA graph. Entry i of a request has the index
+            of its block i. None in other steps: the list of a token is row `token_request` of `block_table`, and a copy
+            of it for each token would take 512 MiB for 16,384 tokens beside a request of a million.
         copy_src, copy_dst: [B] int32, decode only: state slots to copy after the last layer has written, -1 to skip.
         window_size: entries of the window workspace of a prefill step, 0 in a decode step.
     """
@@ -108,8 +115,7 @@ class StepMetadata:
     block_table: Tensor
     window_indices: Tensor
     window_lens: Tensor
-    csa_lens: Tensor
-    hca_lens: Tensor
+    entry_lens: dict[int, Tensor]
     hca_indices: Tensor | None = None
     copy_src: Tensor | None = None
     copy_dst: Tensor | None = None
@@ -130,19 +136,15 @@ class StepMetadata:
         for name in ("staging_slots", "hca_indices"):
             of_all = getattr(self, name)
             parts[name] = None if of_all is None else of_all[:n]
+        lens = {ratio: of_all[:n] for ratio, of_all in self.entry_lens.items()}
         window_size = prefill_window_size(n, self.slots.shape[0])
-        return replace(self, out_loc=tokens, window_size=window_size, **parts)
+        return replace(self, out_loc=tokens, window_size=window_size, entry_lens=lens, **parts)
 
     def hca_list(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the HCA entries of each token as in `EntryList`: indices, lengths, and the owner of each list."""
         if self.hca_indices is not None:
-            return self.hca_indices, self.hca_lens, None
-        return self.block_table, self.hca_lens, self.token_request
-
-    def entry_lens(self, ratio: int, top_k: int | None = None) -> Tensor:
-        """Return int32 [T], the entries of any ratio that each token sees, at most `top_k`, 0 for padding tokens."""
-        lengths = (self.positions.int() + 1).masked_fill(self.slots[self.token_request.long()] < 0, 0)
-        return visible_entries(lengths, ratio, top_k)
+            return self.hca_indices, self.entry_lens[HCA_RATIO], None
+        return self.block_table, self.entry_lens[HCA_RATIO], self.token_request
 
     @classmethod
     def build(
@@ -155,8 +157,8 @@ class StepMetadata:
         positions: Tensor,
         out_loc: Tensor,
         block_table: Tensor,
+        limits: Mapping[int, int | None],
         staging_slots: Tensor | None = None,
-        top_k: int | None = None,
         decode_ring_rows: int | None = None,
     ) -> StepMetadata:
         """Derive the index lists and lengths from requests and positions. Nothing is read back from the device.
@@ -164,7 +166,7 @@ class StepMetadata:
         Arguments with the names of attributes are those attributes.
 
         Args:
-            top_k: entries that a token selects in a CSA layer; None for all visible ones.
+            limits: most entries that a token reads, by their ratio (`layer_spec.entry_limits`).
             decode_ring_rows: R for a decode step with the same number of tokens in each request, which reads the window
                 from the rings. None for a prefill step, which reads it from a workspace with the entries of all tokens
                 and of 128 older positions before each chunk. There position p of request b has index query_start[b] +
@@ -192,7 +194,6 @@ class StepMetadata:
             block_table=block_table,
             window_indices=window,
             window_lens=window_lens(lengths),
-            csa_lens=visible_entries(lengths, CSA_RATIO, top_k),
-            hca_lens=visible_entries(lengths, HCA_RATIO),
+            entry_lens={ratio: visible_entries(lengths, ratio, limit) for ratio, limit in limits.items()},
             window_size=window_size,
         )

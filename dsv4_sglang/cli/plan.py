@@ -108,6 +108,8 @@ def _show(made: Plan, goal: Goal | None) -> None:
     console.print(_title(choice), style="bold")
     console.print(holds(made), soft_wrap=True)
     console.print(_in_tree(made), soft_wrap=True)
+    if choice.host_gb:
+        console.print(_on_host(made), soft_wrap=True)
     if goal is not None:
         console.print(f"recommended for {goal}: {GOALS[goal]}", soft_wrap=True)
     for table in (_memory_table(made), _others_table(plans)):
@@ -141,6 +143,11 @@ def _in_tree(made: Plan) -> str:
     return f"{name}: {made.in_tree_tokens:,} tokens; here {made.total_tokens / made.in_tree_tokens:.2f} times as many"
 
 
+def _on_host(made: Plan) -> str:
+    copies = f" ({made.replicas} caches of {made.choice.host_gb})" if made.replicas > 1 else ""
+    return f"host cache: {made.host_tokens:,} tokens in {made.host_gb} GB{copies}"
+
+
 def plan(
     context_of_command: typer.Context,
     model: Annotated[str, typer.Option(help="flash, pro, their hub names, or a config.json or its folder.")],
@@ -169,7 +176,7 @@ def plan(
     context: Annotated[
         int, typer.Option(min=1, help="Tokens per request for the number of requests that fit.")
     ] = 32768,
-    hicache_size: Annotated[int, typer.Option(min=0, help="Host cache: GB (10^9 bytes) per process; 0: none.")] = 0,
+    hicache_size: Annotated[int, typer.Option(min=0, help="Host cache: GB (10^9 bytes) per cache; 0: none.")] = 0,
     goal: Annotated[Goal | None, typer.Option(help="Recommend a configuration for this goal.")] = None,
 ) -> None:
     """Show the memory of weights, state slots, snapshots and blocks on given GPUs, alternatives, and the command.

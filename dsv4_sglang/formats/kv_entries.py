@@ -1,10 +1,15 @@
-"""KV formats: byte layout and quantisation of the 512 numbers of a window entry or a compressed entry.
+"""KV formats: byte layout and quantisation of the 512 numbers of a window entry or a compressed entry (SPEC 6.3, 11.4).
 
 | format | dtype | width | bytes per entry | content |
 | --- | --- | --- | --- | --- |
 | FP8 | uint8 | 584 | 584 | 448 e4m3, 64 bf16; after all entries of the block 8 equal ue8m0 exponents each |
 | BF16 | bfloat16 | 512 | 1024 | the entry |
 | FP32 | float32 | 512 | 2048 | the entry |
+| MXFP8 | uint8 | 528 | 528 | 512 e4m3; after all entries of the block 16 ue8m0 scales each, one per 32 |
+| NVFP4 | uint8 | 288 | 288 | 256 B of e2m1 pairs; after all entries of the block 32 e4m3 scales each, one per 16 |
+
+The first three are those of DeepSeek-V4. MXFP8 and NVFP4 are those in which DeepSeek-V4.1 was trained: all dims of its
+window entries and of its compressed entries, RoPE dims included. Element 2i of a pair is in the low nibble.
 
 In an FP8 buffer only `stride(0)`, the bytes of a block, describes memory. The two inner dimensions are the shape that
 FlashMLA takes. An entry has one scale, a power of two. The values equal those with DeepSeek's seven scales per entry,
@@ -13,21 +18,19 @@ except for subnormals (SPEC 6.3). FlashMLA needs one exponent byte per tile of 6
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.formats.buffers import KVBuffer, StorageFormat
+from dsv4_sglang.formats.quantise import dequantise_fp4, e4m3_values, exp2_of_biased, quantise_e4m3, quantise_nvfp4
 
 ENTRY_DIM = 512
 ROPE_DIM = 64
 NOPE_DIM = ENTRY_DIM - ROPE_DIM
 ROW_BYTES = NOPE_DIM + 2 * ROPE_DIM  # 576
 SCALE_BYTES = 8
-FP8_MAX = 448.0
-FP8_AMAX_FLOOR = 1e-4
 
 # FlashMLA needs entries that start at multiples of 16 B. With 584 B per entry that holds only for an even number of
 # entries per block. On sm_100 the block stride must be a multiple of 576 B, the size of an entry without its scales.
@@ -36,7 +39,7 @@ _SM100_BLOCK_ALIGNMENT = ROW_BYTES
 
 
 class KVFormat(StorageFormat):
-    """Storage format of a 512-dim KV entry (window, CSA or HCA entry)."""
+    """Storage format of a 512-dim KV entry (window entry or compressed entry)."""
 
     # 448 e4m3, 64 bf16 and 8 equal ue8m0 exponent bytes: 584 B.
     FP8 = "fp8", ROW_BYTES, SCALE_BYTES
@@ -45,18 +48,37 @@ class KVFormat(StorageFormat):
     # 2048 B, unquantised, for exact tests and CPU.
     FP32 = "fp32", 4 * ENTRY_DIM, 0, torch.float32
 
+    # 512 e4m3 and 16 ue8m0 scales: 528 B.
+    MXFP8 = "mxfp8", ENTRY_DIM, ENTRY_DIM // 32
+    # 512 e2m1 and 32 e4m3 scales: 288 B.
+    NVFP4 = "nvfp4", ENTRY_DIM // 2, ENTRY_DIM // 16
+
     def quantise(self, values: Tensor) -> tuple[Tensor, ...]:
-        if self is not KVFormat.FP8:
-            return super().quantise(values)
-        codes, exponent = quantise_e4m3(values[:, :NOPE_DIM])
-        rope = values[:, NOPE_DIM:].bfloat16().contiguous().view(torch.uint8)
-        return torch.cat([codes, rope], -1), exponent.unsqueeze(-1).expand(-1, SCALE_BYTES)
+        if self is KVFormat.NVFP4:
+            return quantise_nvfp4(values)
+        if self is KVFormat.MXFP8:
+            codes, exponents = quantise_e4m3(values.unflatten(-1, (-1, 32)))
+            return codes.flatten(-2), exponents
+        if self is KVFormat.FP8:
+            codes, exponent = quantise_e4m3(values[:, :NOPE_DIM])
+            rope = values[:, NOPE_DIM:].bfloat16().contiguous().view(torch.uint8)
+            return torch.cat([codes, rope], -1), exponent.unsqueeze(-1).expand(-1, SCALE_BYTES)
+        return super().quantise(values)
 
     def dequantise(self, data: Tensor, *scales: Tensor) -> Tensor:
-        if self is not KVFormat.FP8:
-            return super().dequantise(data)
-        rope = data[..., NOPE_DIM:].contiguous().view(torch.bfloat16).float()
-        return torch.cat([e4m3_values(data[..., :NOPE_DIM]) * exp2_of_biased(scales[0][..., :1]), rope], -1)
+        if self is KVFormat.NVFP4:
+            return dequantise_fp4(data, scales[0])
+        if self is KVFormat.MXFP8:
+            values = e4m3_values(data).unflatten(-1, (-1, 32))
+            return (values * exp2_of_biased(scales[0]).unsqueeze(-1)).flatten(-2)
+        if self is KVFormat.FP8:
+            rope = data[..., NOPE_DIM:].contiguous().view(torch.bfloat16).float()
+            return torch.cat([e4m3_values(data[..., :NOPE_DIM]) * exp2_of_biased(scales[0][..., :1]), rope], -1)
+        return super().dequantise(data)
+
+
+# Formats of DeepSeek-V4, of which a server chooses one for window entries and compressed entries.
+V4_KV_FORMATS = KVFormat.FP8, KVFormat.BF16, KVFormat.FP32
 
 
 def block_stride_bytes(
@@ -110,48 +132,3 @@ def fp8_views(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     data, exponents = KVBuffer(table, KVFormat.FP8).strips()
     rope = data[..., NOPE_DIM:].view(torch.bfloat16)
     return data[..., :NOPE_DIM], rope, exponents[..., 0].view(torch.float8_e8m0fnu)
-
-
-def ceil_pow2_exponent(x: Tensor) -> Tensor:
-    """Return the biased exponent e (int32) of the smallest power of two 2^(e-127) that is at least x.
-
-    x is fp32, positive and normal (SPEC 2.4). For an infinite x and for NaN e is 255, the NaN of ue8m0, so that what is
-    scaled by it reads as NaN.
-    """
-    bits = x.float().contiguous().view(torch.int32)
-    return (((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()).clamp_max(255)
-
-
-@functools.cache
-def _e4m3_table(device: torch.device) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
-
-
-def e4m3_values(codes: Tensor) -> Tensor:
-    """Convert e4m3 bytes (uint8) to fp32 of the same shape.
-
-    A table lookup, which takes a quarter of the time of PyTorch's conversion on a CPU.
-    """
-    return _e4m3_table(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
-
-
-def exp2_of_biased(e: Tensor) -> Tensor:
-    """Return 2^(e-127) as fp32 for a biased exponent 1 <= e <= 254, infinity for 255."""
-    return (e.int() << 23).view(torch.float32)
-
-
-def quantise_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise vectors that have one scale each, a power of two.
-
-    The source of an FP8 entry is always its bf16 rounding (SPEC 2.4).
-
-    Args:
-        x: [..., n].
-
-    Returns:
-        e4m3 bytes uint8 [..., n] and the biased exponents of the multipliers uint8 [...].
-    """
-    x = x.bfloat16().float()
-    e = ceil_pow2_exponent(x.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR) * (1.0 / FP8_MAX))
-    scaled = (x / exp2_of_biased(e).unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), e.to(torch.uint8)

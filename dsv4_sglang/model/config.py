@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -55,7 +56,7 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ABC):
     """The fields that V4 and V4.1 share. They have the names of config.json.
 
     Sizes count elements, lengths count tokens. `ratios` are the compression ratios that the model may have,
@@ -89,6 +90,17 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     compress_ratios: tuple[int, ...]
+
+    @classmethod
+    @abstractmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Return the config from config.json as a dict, or from `to_dict()` of SGLang's config.
+
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field has a wrong type.
+            ValueError: a field has a wrong value.
+        """
 
     def __post_init__(self) -> None:
         for name, wanted in FIXED.items():

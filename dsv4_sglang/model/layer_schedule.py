@@ -10,7 +10,7 @@ from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 
 class AttentionType(enum.Enum):
-    """Attention of a layer; the value is its compression ratio. Every kind also has the sliding window."""
+    """How a layer makes its entries; the value is its compression ratio. Every kind also has the sliding window."""
 
     # Sliding window only.
     SWA = 0
@@ -18,6 +18,10 @@ class AttentionType(enum.Enum):
     CSA = CSA_RATIO
     # Heavily compressed attention: one entry per 128 tokens, all of them visible.
     HCA = HCA_RATIO
+    # DeepSeek-V4.1: one entry and one index key per token.
+    SINGLE = 1
+    # DeepSeek-V4.1: one entry and one index key per two tokens, the first of which waits in a compressor state.
+    PAIR = 2
 
     @property
     def ratio(self) -> int:

@@ -5,11 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.model.config import ModelConfig
 
 
-def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
+def rope_frequencies(config: ModelConfig, ratio: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the RoPE frequencies of a layer, fp32 [qk_rope_head_dim / 2].
 
     Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN. Dims that rotate more than

@@ -1,8 +1,7 @@
-"""DeepSeek-V4.1: config fields that the cache needs, roles of the layers, rows of a compressor state (SPEC 11)."""
+"""DeepSeek-V4.1: config fields that the cache needs, rows of a compressor state (SPEC 11)."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,42 +10,6 @@ from dsv4_sglang.model.config import RELEASED, Fields, ModelConfig
 
 V41_RATIOS = (0, 1, 2)
 MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
-
-
-class Csa2Role(enum.Enum):
-    """What a layer contributes to the compressed cache that it attends to (SPEC 11.2)."""
-
-    # Nothing. It attends to the sliding window only.
-    WINDOW = "window"
-    # Entries and index keys. It selects among them.
-    FULL = "full"
-    # A selection among the entries of an earlier layer, with its own queries and that layer's keys.
-    REINDEX = "reindex"
-    # Nothing. It uses the entries and the selection of earlier layers.
-    REUSE = "reuse"
-
-
-@dataclass(frozen=True)
-class V41LayerSpec:
-    """Role of one layer.
-
-    Attributes:
-        layer_idx: id of the layer.
-        ratio: tokens per compressed entry, 0 for a layer with a window only.
-        role: role of the layer.
-        kv_source: layer whose entries it attends to, possibly itself; None for a layer with a window only.
-        index_source: layer whose selection it uses, possibly itself; None for a layer with a window only.
-        keeps_candidates: its scores choose the candidate blocks, to which later selections are limited (SPEC 11.6).
-        within_candidates: it selects within the candidate blocks only.
-    """
-
-    layer_idx: int
-    ratio: int
-    role: Csa2Role
-    kv_source: int | None
-    index_source: int | None
-    keeps_candidates: bool = False
-    within_candidates: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,33 +141,6 @@ class V41Config(ModelConfig):
             candidate_topk_blocks=fields.integer("candidate_topk_blocks"),
             candidate_block_size=fields.integer("candidate_block_size"),
         )
-
-
-def v41_schedule(config: V41Config, draft_layers: int = 0) -> list[V41LayerSpec]:
-    """Return the layers of the model in order, followed by `draft_layers` DSPARK stages, which have a window only."""
-    specs = []
-    kv_source = index_source = None
-    for layer in range(config.num_hidden_layers):
-        writes, selects = layer in config.kv_source_layer_ids, layer in config.index_source_layer_ids
-        kv_source = layer if writes else kv_source
-        index_source = layer if selects else index_source
-        if config.compress_ratios[layer] == 0:
-            specs.append(V41LayerSpec(layer, 0, Csa2Role.WINDOW, None, None))
-            continue
-        role = Csa2Role.FULL if writes else Csa2Role.REINDEX if selects else Csa2Role.REUSE
-        specs.append(
-            V41LayerSpec(
-                layer,
-                config.compress_ratios[layer],
-                role,
-                kv_source,
-                index_source,
-                keeps_candidates=layer == config.candidate_source_layer_id,
-                within_candidates=selects and 0 <= config.candidate_source_layer_id < layer,
-            )
-        )
-    last = config.num_hidden_layers
-    return specs + [V41LayerSpec(layer, 0, Csa2Role.WINDOW, None, None) for layer in range(last, last + draft_layers)]
 
 
 def pair_rows(draft_tokens: int) -> int:

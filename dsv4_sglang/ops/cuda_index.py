@@ -1,7 +1,6 @@
-"""`index_topk` on CUDA. Its three steps are kernels of the extension (csrc/index).
+"""`index_topk` of V4's CSA layers on CUDA. Its three steps are kernels of the extension (csrc/index).
 
-Importing this module registers the op and needs no GPU. The extension must be loaded before the first call
-(`ops.extension.load`).
+The extension must be loaded before the first call (`ops.extension.load`).
 """
 
 import torch
@@ -48,7 +47,8 @@ def index_topk(
     scores: Tensor,
     entry_indices: Tensor,
 ) -> None:
-    """Compute the op `index_topk` (`dsv4_sglang.ops.reference.read.index_topk` documents the tensors).
+    """Compute the op `index_topk` at ratio 4 with the Hadamard transform (`dsv4_sglang.ops.reference.read.index_topk`
+    documents the tensors).
 
     `scores` may have fewer rows than there are tokens. Tokens are then processed in slices of that size, so a long
     prefill needs no scratch of tokens x entries. If `scores` has no columns (no token sees more entries than are
@@ -65,6 +65,3 @@ def index_topk(
         # Scores of all visible entries of each token that sees more than `top`, then the indices of the best ones.
         _OPS.index_score(query[part], weights[part], *cache, key_format, top, scores)
         _OPS.index_select(scores, *cache[1:], entry_indices[part])
-
-
-torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", index_topk)

@@ -26,32 +26,25 @@ SCHEMAS = {
         "Tensor(c!) swa_inv, Tensor(d!) swa_pos, Tensor(e!) swa_head, int rope_dim) -> ()"
     ),
     "append_v41": (
-        "(Tensor kv, Tensor? compressor, Tensor kv_norm, Tensor? latent_norm, Tensor rope, float eps, int ratio, "
+        "(Tensor kv, Tensor? kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor rope, float eps, int ratio, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
         "Tensor? staging_slots, "
         "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? latents, "
         "Tensor(e!)? window) -> ()"
     ),
     "append_v41_keys": (
-        "(Tensor keys, Tensor key_norm, Tensor rope, float eps, int ratio, Tensor slots, Tensor prefix_lens, "
+        "(Tensor keys, Tensor index_norm, Tensor rope, float eps, int ratio, Tensor slots, Tensor prefix_lens, "
         "Tensor query_start, Tensor token_request, Tensor out_loc, Tensor(a!) index_keys) -> ()"
     ),
     "index_topk": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) entry_indices) -> ()"
+        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) entry_indices, int ratio=4, bool hadamard=True, "
+        "int candidate_block=0, Tensor(c!)? kept=None, Tensor? within=None) -> ()"
     ),
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
         "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, "
-        "int kv_format, Tensor? entry_owner=None) -> Tensor"
-    ),
-    "index_topk_v41": (
-        "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) entry_indices) -> ()"
-    ),
-    "attend_v41": (
-        "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
+        "int kv_format, Tensor? entry_owner=None, int? entry_format=None) -> Tensor"
     ),
     "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? rejected=None) -> ()",
     "gather_tables": (

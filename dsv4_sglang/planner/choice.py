@@ -44,7 +44,7 @@ class Choice:
     request: int = 32768
     # Tokens per verify step, with DSPARK the block size + 1; 0: no speculation.
     draft_tokens: int = 0
-    # --hicache-size: GB (10^9 bytes) of host memory per process; 0: no host cache.
+    # --hicache-size: GB (10^9 bytes) of host memory per cache; 0: no host cache.
     host_gb: int = 0
 
     def __post_init__(self) -> None:

@@ -8,13 +8,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
+from dsv4_sglang.cache.host_rows import host_block_bytes, host_row_bytes
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.planner.ask_sglang import REJECTIONS, in_tree_capacity
 from dsv4_sglang.planner.choice import ENTRY_DTYPES, Choice
 from dsv4_sglang.planner.gpus import BEFORE_WEIGHTS, BESIDE_WEIGHTS
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes, token_table_bytes
 from dsv4_sglang.planner.weights import count_weights
+from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, demand_of, memory_after_slots, tokens_of_pool
 
@@ -61,6 +66,27 @@ class Plan:
     @property
     def snapshots(self) -> int:
         return self.demand.snapshots * self.replicas
+
+    @property
+    def host_gb(self) -> int:
+        """GB (10^9 bytes) of host memory of all caches. The processes of a cache share its copy on the host."""
+        return self.choice.host_gb * self.replicas
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens that fit in the host memory of all caches, without a storage."""
+        schemas = [schema for schema in self.layout.schemas if schema.entries_per_block]
+        blocks, _ = host_demand(
+            device_blocks=self.tokens // BLOCK,
+            device_snapshots=self.demand.snapshots,
+            block_bytes=host_block_bytes([PagedKVPool(schema, 1, torch.device("cpu")) for schema in schemas]),
+            snapshot_bytes=host_row_bytes(self.layout.snapshot_bytes, spare=0),
+            ratio=0,
+            size_gb=self.choice.host_gb,
+            max_snapshots=self.choice.options.max_snapshots,
+            host_snapshots=self.choice.options.host_snapshots,
+        )
+        return blocks * BLOCK * self.replicas
 
     @property
     def parts(self) -> list[Part]:

@@ -245,7 +245,7 @@ class LayerCacheHandle:
             entries_rope=self.paged.entries_rope,
             inv_scale=self.paged.inv_scale,
             block_table=step.block_table,
-            n_visible=step.hca_lens if is_hca else step.csa_lens,
+            n_visible=step.entry_lens[self.schema.ratio],
             entry_indices=step.block_table[step.token_request.long()] if is_hca else None,
         )
 
@@ -262,5 +262,5 @@ class LayerCacheHandle:
             token_request=step.token_request,
             positions=step.positions,
             key_format=self.schema.key_format.code,
-            n_visible=step.csa_lens,
+            n_visible=step.entry_lens[self.schema.ratio],
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, SchemaOptions, build_schema
+from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, SchemaOptions, build_schema, v4_specs
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
@@ -77,7 +77,7 @@ def compute_block_budget(
     for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
-    layout = CacheLayout.build(config, schedule, torch.device("cpu"), **options)
+    layout = CacheLayout(v4_specs(config, schedule, **options), torch.device("cpu"))
     blocks = max_requests * math.ceil(max_context_len / BLOCK_SIZE_ORIGINAL_TOKENS)
     entries = {schema.kind: blocks * schema.entries_per_block for schema in layout.schemas}
     return BlockBudget(

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.cache.step import StepMetadata, v4_limits
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
 from dsv4_sglang.standalone.allocator import ids_on
 from dsv4_sglang.standalone.request_table import RequestTable
@@ -158,6 +158,7 @@ class Step:
             positions=at,
             out_loc=out_loc,
             block_table=block_table,
+            limits=v4_limits(),
             decode_ring_rows=WINDOW if is_decode else None,
         )
 

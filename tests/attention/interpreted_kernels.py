@@ -1,68 +1,71 @@
 """The Triton attention kernels under Triton's interpreter, on the CPU."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from support.attention_cases import AttendCase, assert_attends, assert_quantised, attend_case, prefill_case, rope
-from support.v41_attention_cases import V41AttendCase, v41_attend_case, v41_index_case
+from support.attention_cases import (
+    BLOCK_SCALED,
+    AttendCase,
+    assert_attends,
+    assert_quantised,
+    attend_case,
+    prefill_case,
+    rope,
+)
+from support.candidate_cases import candidate_case
 
 from dsv4_sglang.attention import (
     flashmla_scheduler,
     metadata,
     sparse_prefill,
     triton_attend,
-    triton_attend_v41,
-    triton_index_v41,
+    triton_index,
     triton_metadata,
     triton_output,
 )
 from dsv4_sglang.attention.base import AttendInputs
+from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KVBuffer, KVFormat
-from dsv4_sglang.formats.v41_entries import V41KVFormat
-from dsv4_sglang.ops.reference import read, read_v41
+from dsv4_sglang.ops.reference import read
 from dsv4_sglang.srt.models import triton_latent
 
 # The interpreter truncates bf16 where hardware rounds.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
+# Most entries that a token reads: of V4, of V4.1, and of a draft model, whose layers read none.
+LIMITS = (v4_limits(64), {2: 64, 1: 64}, {})
+
+
 def attended(case: AttendCase, splits: int) -> torch.Tensor:
-    if isinstance(case, V41AttendCase):
-        return triton_attend_v41.attend_v41(*case.v41_args(), splits=splits)
     return triton_attend.attend(*case.inputs(), splits=splits)
 
 
-def check(make: Callable[..., AttendCase], splits: int, q_dtype: torch.dtype = torch.bfloat16, **shape) -> None:
-    case = make(q_dtype=q_dtype, **shape)
+def check(splits: int, q_dtype: torch.dtype = torch.bfloat16, **shape) -> None:
+    case = attend_case(q_dtype=q_dtype, **shape)
     assert_attends(attended(case, splits), case, BOUND[q_dtype])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kv_format", "q_dtype", "splits"),
+    ("formats", "q_dtype", "splits"),
     [
-        (KVFormat.FP8, torch.bfloat16, 1),
-        (KVFormat.FP8, torch.bfloat16, 3),
-        (KVFormat.FP8, torch.float16, 3),
-        (KVFormat.FP8, torch.float32, 1),
-        (KVFormat.BF16, torch.bfloat16, 3),
-        (KVFormat.BF16, torch.float16, 1),
-        (KVFormat.FP32, torch.float32, 3),
+        ({"kv_format": KVFormat.FP8}, torch.bfloat16, 1),
+        ({"kv_format": KVFormat.FP8}, torch.bfloat16, 3),
+        ({"kv_format": KVFormat.FP8}, torch.float16, 3),
+        ({"kv_format": KVFormat.FP8}, torch.float32, 1),
+        ({"kv_format": KVFormat.BF16}, torch.bfloat16, 3),
+        ({"kv_format": KVFormat.BF16}, torch.float16, 1),
+        ({"kv_format": KVFormat.FP32}, torch.float32, 3),
+        (BLOCK_SCALED, torch.bfloat16, 3),
+        (BLOCK_SCALED, torch.float32, 1),
     ],
 )
-def test_attend(kv_format, q_dtype, splits):
-    check(attend_case, splits, q_dtype, tokens=9, heads=5, width=72, kv_format=kv_format)
+def test_attend(formats, q_dtype, splits):
+    check(splits, q_dtype, tokens=9, heads=5, width=72, **formats)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("q_dtype, splits", [(torch.bfloat16, 3), (torch.float32, 1)])
-def test_attend_of_v41(q_dtype, splits):
-    check(v41_attend_case, splits, q_dtype, tokens=9, heads=5, width=72)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
+@pytest.mark.parametrize("formats", [{}, BLOCK_SCALED], ids=["fp8", "block-scaled"])
 @pytest.mark.parametrize(
     "splits, shape",
     [
@@ -73,14 +76,15 @@ def test_attend_of_v41(q_dtype, splits):
     ],
     ids=["no entries", "one block", "blocks of 6", "more splits than tiles"],
 )
-def test_attend_shapes(make, splits, shape):
-    check(make, splits, **shape)
+def test_attend_shapes(formats, splits, shape):
+    check(splits, **formats, **shape)
 
 
+@pytest.mark.parametrize("formats", [{}, BLOCK_SCALED], ids=["fp8", "block-scaled"])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_attend_to_lists_that_tokens_share(splits):
+def test_attend_to_lists_that_tokens_share(splits, formats):
     """The output equals, bit for bit, that with a copy of the list for each token."""
-    case = attend_case(tokens=9, heads=5, width=72, shared=2)
+    case = attend_case(tokens=9, heads=5, width=72, shared=2, **formats)
     out = attended(case, splits)
     assert_attends(out, case, BOUND[torch.bfloat16])
     case.entry_indices, case.entry_owner = case.entry_indices[case.entry_owner], None
@@ -126,10 +130,10 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize("make", [attend_case, v41_attend_case], ids=["v4", "v41"])
-def test_attend_rejects_unsupported_tensors(make):
-    for name, change, message in REJECTED[: -1 if make is v41_attend_case else None]:
-        case = make(tokens=9, heads=5, width=72)
+@pytest.mark.parametrize("formats", [{}, BLOCK_SCALED], ids=["fp8", "block-scaled"])
+def test_attend_rejects_unsupported_tensors(formats):
+    for name, change, message in REJECTED:
+        case = attend_case(tokens=9, heads=5, width=72, **formats)
         setattr(case, name, change(getattr(case, name)))
         with pytest.raises(ValueError, match=message):
             attended(case, 1)
@@ -144,7 +148,13 @@ def test_an_fp8_buffer_is_not_read_as_bf16():
         attended(case, 1)
 
 
-def test_selection_of_v41_rejects_unsupported_tensors():
+def test_formats_without_a_kernel_are_rejected():
+    case = attend_case(tokens=3, heads=5, width=72, kv_format=KVFormat.FP8, entry_format=KVFormat.NVFP4)
+    with pytest.raises(ValueError, match="entries are nvfp4 beside window entries in fp8; expected fp8"):
+        attended(case, 1)
+
+
+def test_selection_rejects_unsupported_tensors():
     changes = [
         ("q", lambda q: q[..., :64], "q is bfloat16"),
         ("weights", lambda w: w.long(), "weights is int64"),
@@ -155,10 +165,10 @@ def test_selection_of_v41_rejects_unsupported_tensors():
         ("positions", lambda x: x.int(), "positions is int32"),
     ]
     for name, change, message in changes:
-        case = v41_index_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
+        case = candidate_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
         setattr(case, name, change(getattr(case, name)))
         with pytest.raises(ValueError, match=message):
-            case.select(8, op=triton_index_v41.index_topk_v41)
+            case.select(8, op=triton_index.index_topk)
 
 
 @pytest.mark.parametrize("op", [triton_output.inverse_rope, triton_output.inverse_rope_and_quantise])
@@ -187,14 +197,14 @@ def test_norm_and_quantise_rejects_unsupported_tensors():
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("at", [3, 500], ids=["without RoPE", "with RoPE"])
-@pytest.mark.parametrize("stored", [*KVFormat, *V41KVFormat], ids=str)
+@pytest.mark.parametrize("stored", list(KVFormat), ids=str)
 def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
     """One such number in an entry of any format reaches the output of the tokens that attend to the entry, and of no
     other token. FP4 alone saturates an infinity, which the norm before has made NaN."""
-    if stored is V41KVFormat.FP4:
+    if stored is KVFormat.NVFP4:
         value = float("nan")
-    v41, window = isinstance(stored, V41KVFormat), stored is not V41KVFormat.FP4
-    formats = (V41KVFormat.FP8, V41KVFormat.FP4) if v41 else (stored, stored)
+    window = stored is not KVFormat.NVFP4
+    formats = tuple(BLOCK_SCALED.values()) if stored in BLOCK_SCALED.values() else (stored, stored)
     tables = [torch.zeros(2, 64, kind.width, dtype=kind.dtype) for kind in formats]
     for table, kind in zip(tables, formats):
         KVBuffer(table, kind).write(torch.arange(128), torch.randn(128, 512))
@@ -204,26 +214,19 @@ def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
     indices = torch.tensor([[3, 7], [3, 5]], dtype=torch.int32)
     lists = [(table, indices, torch.tensor([2, 2], dtype=torch.int32)) for table in tables]
     q, sink, positions = torch.randn(2, 5, 512).bfloat16(), torch.zeros(5), torch.tensor([0, 9])
-    arguments = (q, sink, *lists[0], *lists[1], positions, rope(), 512**-0.5)
-    if v41:
-        outs = [triton_attend_v41.attend_v41(*arguments), read_v41.attend_v41(*arguments)]
-    else:
-        outs = [
-            triton_attend.attend(q, AttendInputs.from_op(*arguments[1:], stored.code)),
-            read.attend(*arguments, stored.code),
-        ]
-    for out in outs:
+    arguments = (sink, *lists[0], *lists[1], positions, rope(), 512**-0.5, formats[0].code, None, formats[1].code)
+    for out in (triton_attend.attend(q, AttendInputs.from_op(*arguments)), read.attend(q, *arguments)):
         assert not out[0].isfinite().all(-1).any() and out[1].isfinite().all()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
-def test_selection_of_v41(ratio, heads, top, size, most, equal, monkeypatch):
+def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
     """Entries and candidates equal the reference's, in slices of two tokens."""
-    case = v41_index_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
-    monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 1000)
-    case.check(triton_index_v41.index_topk_v41, size, most)
+    case = candidate_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    monkeypatch.setattr(triton_index, "MAX_SCORES", 1000)
+    case.check(triton_index.index_topk, size, most)
 
 
 @pytest.mark.parametrize("behind", [0, 3])
@@ -273,17 +276,19 @@ def test_inverse_rope_and_quantise():
         (False, 136, 7, 0, True),
     ],
 )
-def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_decode_metadata(tracks, ring_rows, each, before, sees_block, limits):
     """Every output of the launch equals PyTorch's, for requests with few and many visible entries and for padding."""
     owned = torch.tensor([6, 7, 2, 0, 5, 0])
     seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
     mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
 
     def tensors(buffers: metadata.DecodeBuffers) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
+        named = {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
+        return named | {f"lens of ratio {ratio}": lens for ratio, lens in buffers.entry_lens.items()}
 
     def make() -> metadata.DecodeBuffers:
-        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block)
+        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block, limits=limits)
         for name, tensor in tensors(buffers).items():
             if name not in ("query_start", "token_request"):
                 tensor.fill_(-9)
@@ -291,22 +296,23 @@ def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
         return buffers
 
     expected, got = make(), make()
-    metadata._fill_decode(expected, seq_lens, before, mask, to, top_k=64)
-    triton_metadata.build(got, seq_lens, before, mask, to, 64)
-    for name, tensor in tensors(expected).items():
-        assert torch.equal(tensor, getattr(got, name)), name
+    metadata._fill_decode(expected, seq_lens, before, mask, to)
+    triton_metadata.build(got, seq_lens, before, mask, to)
+    for (name, tensor), other in zip(tensors(expected).items(), tensors(got).values()):
+        assert torch.equal(tensor, other), name
 
 
 @pytest.mark.parametrize("tokens", [400, 257])
 @pytest.mark.parametrize("chunks", [[257], [1, 130, 60, 66], []])
-def test_prefill_metadata(chunks, tokens):
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_prefill_metadata(chunks, tokens, limits):
     """Every output of the launch equals PyTorch's.
 
     The cases have prefixes of any length, snapshots, requests without a slot, and padding.
     """
 
     def make() -> metadata.PrefillBuffers:
-        buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
+        buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu", limits=limits)
         for name in ("slots", "query_start", "token_request", "token_staging_slots", "positions", "window_indices"):
             getattr(buffers, name).fill_(-9)
         n = len(chunks)
@@ -319,13 +325,15 @@ def test_prefill_metadata(chunks, tokens):
         return buffers
 
     expected, got = make(), make()
-    metadata._derive(expected, tokens, torch.zeros(tokens, dtype=torch.int64), top_k=64)
-    triton_metadata.build_prefill(got, tokens, 64)
+    metadata._derive(expected, tokens, torch.zeros(tokens, dtype=torch.int64))
+    triton_metadata.build_prefill(got, tokens)
     for name, tensor in vars(expected).items():
         if isinstance(tensor, torch.Tensor) and name != "hca_indices":
             assert torch.equal(tensor, getattr(got, name)), name
-    for token in range(tokens):
-        seen = int(expected.hca_lens[token])
+    for ratio in limits:
+        assert torch.equal(expected.entry_lens[ratio], got.entry_lens[ratio]), ratio
+    for token in range(tokens if 128 in limits else 0):
+        seen = int(expected.entry_lens[128][token])
         assert torch.equal(got.hca_indices[token, :seen], expected.hca_indices[token, :seen])
 
 

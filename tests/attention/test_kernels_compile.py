@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.attention_cases import attend_case, prefill_case
-from support.v41_attention_cases import v41_attend_case, v41_index_case
+from support.attention_cases import BLOCK_SCALED, attend_case, prefill_case
+from support.candidate_cases import candidate_case
 
 pytest.importorskip("triton")
 import triton
@@ -22,19 +22,20 @@ from dsv4_sglang.attention import (
     flashmla_scheduler,
     sparse_prefill,
     triton_attend,
-    triton_attend_v41,
-    triton_index_v41,
+    triton_index,
     triton_metadata,
     triton_output,
     triton_softmax,
 )
 from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
+from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.srt.models import triton_latent
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")]
 
 # The shared memory per thread block on sm_80, sm_90 and sm_100, and on sm_86 and sm_89.
+LIMITS, V41_LIMITS = v4_limits(512), {2: 512, 1: 512}
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -57,14 +58,10 @@ def attend(splits: int = 1, **shape) -> None:
     triton_attend.attend(*attend_case(tokens=2, width=512, **shape).inputs(), splits=splits)
 
 
-def attend_v41(splits: int = 1, **shape) -> None:
-    triton_attend_v41.attend_v41(*v41_attend_case(tokens=2, width=512, **shape).v41_args(), splits=splits)
-
-
-def select_v41(ratio: int) -> None:
-    case = v41_index_case(lens=[(90, 92)], ratio=ratio, top=8)
+def select(ratio: int) -> None:
+    case = candidate_case(lens=[(90, 92)], ratio=ratio, top=8)
     for kept, within in ((case.candidates(3), None), (None, torch.zeros(2, 3).int())):
-        case.select(8, kept, within, triton_index_v41.index_topk_v41)
+        case.select(8, kept, within, triton_index.index_topk)
 
 
 def inverse_rope() -> None:
@@ -80,14 +77,14 @@ def sparse(kv_format: KVFormat) -> None:
     kernel.attend(*case.inputs(), output_is_rotated=True)
 
 
-def decode_metadata(each: int, sees_block: bool, tracks: bool) -> None:
-    buffers = DecodeBuffers(4, 64, "cpu", 136, each, sees_block)
+def decode_metadata(each: int, sees_block: bool, tracks: bool, limits: dict[int, int | None] = LIMITS) -> None:
+    buffers = DecodeBuffers(4, 64, "cpu", 136, each, sees_block, limits=limits)
     track = (torch.ones(2).bool(), torch.ones(2).long()) if tracks else (None, None)
-    triton_metadata.build(buffers, torch.ones(2).long(), -1, *track, 512)
+    triton_metadata.build(buffers, torch.ones(2).long(), -1, *track)
 
 
-def prefill_metadata() -> None:
-    triton_metadata.build_prefill(PrefillBuffers(2048, 32, 64, range(20, 60), "cpu"), 2048, 512)
+def prefill_metadata(limits: dict[int, int | None] = LIMITS) -> None:
+    triton_metadata.build_prefill(PrefillBuffers(2048, 32, 64, range(20, 60), "cpu", limits=limits), 2048)
 
 
 def schedule(entries: bool) -> None:
@@ -120,10 +117,10 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         (90, partial(attend, heads=128, splits=3)),
         (90, partial(attend, heads=16, q_dtype=torch.float16, splits=3)),
         (100, partial(attend, heads=64, splits=3)),
-        (86, partial(attend_v41, heads=16, q_dtype=torch.float32)),
-        (90, partial(attend_v41, heads=64)),
-        (100, partial(attend_v41, heads=64, splits=3)),
-        *((architecture, partial(select_v41, ratio)) for architecture, ratio in ((80, 1), (100, 2))),
+        (86, partial(attend, heads=16, q_dtype=torch.float32, **BLOCK_SCALED)),
+        (90, partial(attend, heads=64, **BLOCK_SCALED)),
+        (100, partial(attend, heads=64, splits=3, **BLOCK_SCALED)),
+        *((architecture, partial(select, ratio)) for architecture, ratio in ((80, 1), (100, 2))),
         (90, latent),
         *((architecture, inverse_rope) for architecture in (90, 100)),
         *(
@@ -133,9 +130,10 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         *(
             (architecture, partial(decode_metadata, *shape))
             for architecture in (80, 90)
-            for shape in ((1, False, True), (4, False, False), (7, True, False))
+            for shape in ((1, False, True), (4, False, False), (7, True, False, {}), (1, False, True, V41_LIMITS))
         ),
         *((architecture, prefill_metadata) for architecture in (80, 90)),
+        (90, partial(prefill_metadata, V41_LIMITS)),
         *((architecture, partial(schedule, entries)) for architecture in (90, 100) for entries in (False, True)),
     ],
     ids=launch_id,
@@ -145,7 +143,7 @@ def test_compiles(architecture: int, launch: Callable[[], None], monkeypatch, tm
     monkeypatch.setattr(JITFunction, "run", lambda *args, **given: compile_launch(architecture, *args, **given))
     monkeypatch.setattr(triton_softmax, "device_limits", lambda device: (SHARED[architecture], 132))
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", lambda q, *inputs: q)
-    monkeypatch.setattr(triton_index_v41, "_best", lambda orders, top: torch.zeros(len(orders), top).long())
+    monkeypatch.setattr(triton_index, "_best", lambda orders, top: torch.zeros(len(orders), top).long())
     launch()
 
 

@@ -3,6 +3,7 @@ lengths choose the form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,22 @@ from support.backend import make_runner
 from support.prefill_forms import FormSteps, Setting
 
 from dsv4_sglang.attention import sparse_prefill
+from dsv4_sglang.cache import v4_specs
+from dsv4_sglang.cache.layer_spec import LayerKVSpec, entry_limits
+from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.cache.step import prefill_window_size
+from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.attention import backend as backend_module
 from dsv4_sglang.srt.attention import prefill_recorder, step_scratch
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+from dsv4_sglang.srt.attention.layer_ops import make_scratch
 from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS, SIZES
 from dsv4_sglang.srt.attention.prefill_recorder import SHORT_FORM_BLOCKS, SHORT_FORM_TOKENS, PrefillRecorder
 
 BLOCK, SIZE = 128, 256
+FLASH = v4_specs(DSV4Config.flash(), build_schedule(DSV4Config.flash()), kv_format="fp8", key_format="mxfp4")
+V41 = v41_specs(V41Config.flash())
 
 
 def make_steps(
@@ -123,8 +132,9 @@ def test_replays_of_both_forms_alternate(monkeypatch: pytest.MonkeyPatch, device
     assert all(map(torch.equal, eager.written(), graph.written()))
 
 
-def recorder(max_blocks: int, **options: bool) -> PrefillRecorder:
-    return PrefillRecorder(max_blocks, range(0), 512, SimpleNamespace(), has_short_forms=True, **options)
+def recorder(max_blocks: int, specs: Sequence[LayerKVSpec] = FLASH) -> PrefillRecorder:
+    layers = SimpleNamespace(scratch=make_scratch(specs, "cpu", torch.float32, top_k=512))
+    return PrefillRecorder(max_blocks, range(0), entry_limits(specs, 512), layers, has_short_forms=True)
 
 
 def test_limits_of_the_default_sizes() -> None:
@@ -143,7 +153,8 @@ def test_limits_of_the_default_sizes() -> None:
 
 
 def test_steps_without_short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recorder(0).short_form(1024) is None, "a draft model has no entries"
+    assert recorder(0, FLASH[:1]).short_form(1024) is None, "a draft model has no entries"
+    assert recorder(8192, V41).short_form(1024) is None, "DeepSeek-V4.1 has no scores in the scratch"
     assert recorder(4).short_form(1024).context_blocks == 64, "a short context"
     assert recorder(8192).short_form(8192).context_blocks == 128, "a larger size, whose scores must fit"
     assert recorder(8192).short_form(1 << 20) is None, "no block fits"

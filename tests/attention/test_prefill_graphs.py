@@ -13,12 +13,13 @@ from sglang.srt import runtime_context
 
 from dsv4_sglang.attention.metadata import build_prefill, build_recorded, recorded_step
 from dsv4_sglang.attention.step_buffers import PrefillBuffers
-from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.cache.step import StepMetadata, v4_limits
 from dsv4_sglang.srt.attention.prefill_graphs import SIZES, largest_graph
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
 STAGING = range(20, 40)
-PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens")
+PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens")
+LIMITS = v4_limits(TOP_K)
 PER_TOKEN += ("staging_slots", "out_loc")
 
 
@@ -63,12 +64,12 @@ class Batch:
 
     def eager(self) -> StepMetadata:
         at = {"positions": self.positions, "out_loc": self.out_loc}
-        return build_prefill(**self.inputs, **at, top_k=TOP_K, max_length=max(self.lengths))
+        return build_prefill(**self.inputs, **at, limits=LIMITS, max_length=max(self.lengths))
 
     def recorded(self, buffers: PrefillBuffers, tokens: int) -> StepMetadata:
         buffers.fill(**self.inputs, copy_dst=self.snapshots.flatten() if self.due else None)
         out_loc = torch.nn.functional.pad(self.out_loc, (0, tokens - len(self.out_loc)))
-        build_recorded(buffers, tokens, out_loc, TOP_K)
+        build_recorded(buffers, tokens, out_loc)
         return recorded_step(buffers, tokens, out_loc)
 
 
@@ -91,18 +92,20 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
     assert alone.window_size == n + BLOCK * (REQUESTS + 1)
     for name in PER_TOKEN:
         assert torch.equal(getattr(alone, name), getattr(expected, name)), name
+    for ratio in LIMITS:
+        assert torch.equal(alone.entry_lens[ratio], expected.entry_lens[ratio]), ratio
     for name in ("slots", "prefix_lens", "query_start"):
         assert torch.equal(getattr(step, name)[:requests], getattr(expected, name)[:requests]), name
     for token in range(n):
-        seen = int(step.hca_lens[token])
+        seen = int(step.entry_lens[BLOCK][token])
         assert torch.equal(step.hca_indices[token, :seen], expected.block_table[expected.token_request[token], :seen])
     for request, length in enumerate(batch.lengths):
         blocks = -(-length // BLOCK)
         assert torch.equal(step.block_table[request, :blocks], expected.block_table[request, :blocks])
     assert step.query_start[requests:-1].eq(n).all() and step.query_start[-1] == tokens
     assert step.slots[requests:].eq(-1).all() and step.token_request[n:].eq(REQUESTS).all()
-    for name in ("window_lens", "csa_lens", "hca_lens"):
-        assert getattr(step, name)[n:].eq(0).all(), name
+    for lens in (step.window_lens, *step.entry_lens.values()):
+        assert lens[n:].eq(0).all()
     assert step.staging_slots is not None and step.staging_slots[n:].eq(-1).all()
     moved = {slot: slot + 100 for slot in STAGING[: batch.due]}
     snapshots = dict(zip(buffers.copy_src.tolist(), buffers.copy_dst.tolist()))
@@ -113,7 +116,7 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
 @given(st.lists(batches(), min_size=1, max_size=3), st.data())
 def test_recorded_metadata_equals_eager(found, data):
     """Batches that reuse the same buffers do not affect each other."""
-    buffers = PrefillBuffers(TOKENS, REQUESTS, MAX_BLOCKS, STAGING, "cpu")
+    buffers = PrefillBuffers(TOKENS, REQUESTS, MAX_BLOCKS, STAGING, "cpu", limits=LIMITS)
     for batch in found:
         tokens = data.draw(st.integers(len(batch.out_loc), TOKENS))
         check(batch.recorded(buffers, tokens), batch.eager(), batch, buffers)

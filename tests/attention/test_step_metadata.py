@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
 from dsv4_sglang.attention.step_buffers import DecodeBuffers, write_where
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.cache.step import StepMetadata, v4_limits
 
 BLOCK = 128
 MAX_LENGTH = 1024
 TOP_K = 64
+LIMITS = v4_limits(TOP_K)
 
 
 class Tables:
@@ -36,8 +37,8 @@ class Tables:
 def check_blocks_and_entries(step: StepMetadata, token: int, request: int, t: int, tables: Tables) -> None:
     blocks = t // BLOCK + 1
     assert step.block_table[request, :blocks].tolist() == tables.pages[request, :blocks].tolist()
-    assert step.csa_lens[token] == min((t + 1) // 4, TOP_K)
-    assert step.hca_lens[token] == (t + 1) // BLOCK
+    assert step.entry_lens[4][token] == min((t + 1) // 4, TOP_K)
+    assert step.entry_lens[BLOCK][token] == (t + 1) // BLOCK
     indices, _, owner = step.hca_list()
     listed = indices[token if owner is None else owner[token], : (t + 1) // BLOCK]
     assert listed.tolist() == tables.pages[request, : (t + 1) // BLOCK].tolist()
@@ -63,7 +64,6 @@ def build(buffers: DecodeBuffers, requests: torch.Tensor, lens: torch.Tensor, ou
         out_loc=out_loc,
         snapshot_mask=(lens + 1) % 256 == 0,
         snapshot_slots=100 + requests,
-        top_k=TOP_K,
     )
 
 
@@ -101,7 +101,7 @@ def check_decode(
     for b in range(len(lengths), len(lengths) + padding):
         tokens = slice(b * each, (b + 1) * each)
         assert step.slots[b] == -1 and (step.copy_src is None or step.copy_src[b] == -1)
-        assert not (step.window_lens[tokens].any() or step.csa_lens[tokens].any() or step.hca_lens[tokens].any())
+        assert not any(lens[tokens].any() for lens in (step.window_lens, *step.entry_lens.values()))
 
 
 LENGTHS = st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=6)
@@ -111,7 +111,7 @@ LENGTHS = st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=6)
 @settings(max_examples=60)
 def test_decode(lengths: list[int], padding: int, ring_rows: int) -> None:
     tables = Tables(len(lengths), torch.device("cpu"))
-    buffers = DecodeBuffers(len(lengths) + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows)
+    buffers = DecodeBuffers(len(lengths) + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows, limits=LIMITS)
     for at in (lengths[::-1], lengths):  # Nothing of an earlier step remains.
         requests, lens, out_loc = step_inputs(tables, at, padding, 1)
         snapshot(buffers, tables, requests, lens + 1)
@@ -122,7 +122,7 @@ def test_gather_keeps_ids_behind_a_length() -> None:
     """Ids behind a length and unused rows stay unchanged. Cases: padding, a length that fills the table, and one that
     ends with a block."""
     tables = Tables(3, torch.device("cpu"))
-    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, "cpu")
+    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, "cpu", limits=LIMITS)
     buffers.state_slots.fill_(-9)
     buffers.block_table.fill_(-9)
     requests, lens = torch.tensor([3, 1, 0, 2]), torch.tensor([1, BLOCK, 1, MAX_LENGTH])
@@ -143,7 +143,7 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
     n, ring_rows = len(lengths), 136
     lengths = [min(length, MAX_LENGTH - each) for length in lengths]
     tables = Tables(n, torch.device("cpu"))
-    buffers = DecodeBuffers(n + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows, each)
+    buffers = DecodeBuffers(n + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows, each, limits=LIMITS)
     requests, lens, out_loc = step_inputs(tables, lengths, padding, each)
     snapshot(buffers, tables, requests, lens + each)
     step = build_decode(
@@ -152,7 +152,6 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
         out_loc=out_loc,
         snapshot_mask=None,
         snapshot_slots=None,
-        top_k=TOP_K,
         length_offset=before,
     )
     check_decode(step, tables, lengths, padding, ring_rows, each)
@@ -168,11 +167,11 @@ def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
     n, ring_rows = len(lengths), 128 + each + 1
     lengths = [min(length, MAX_LENGTH - each) for length in lengths]
     tables = Tables(n, torch.device("cpu"))
-    buffers = DecodeBuffers(n + padding + 1, 0, "cpu", ring_rows, each, sees_block=True)
+    buffers = DecodeBuffers(n + padding + 1, 0, "cpu", ring_rows, each, sees_block=True, limits={})
     requests, lens, out_loc = step_inputs(tables, lengths, padding, each)
     snapshot(buffers, tables, requests, lens + each)
     step = build_decode(
-        buffers, seq_lens=lens, out_loc=out_loc, snapshot_mask=None, snapshot_slots=None, top_k=TOP_K, length_offset=0
+        buffers, seq_lens=lens, out_loc=out_loc, snapshot_mask=None, snapshot_slots=None, length_offset=0
     )
     gather = sglang.compute_dspark_window_gather(
         seq_lens_casual=(lens[:, None] + 1 + torch.arange(each)).flatten(),
@@ -210,7 +209,7 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
     already change."""
     device = resolve_device("cuda")
     tables = Tables(4, device)
-    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, device)
+    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, device, limits=LIMITS)
     lens = torch.zeros(6, dtype=torch.int64, device=device)
     requests = torch.zeros(6, dtype=torch.int64, device=device)
     out_loc = torch.zeros(6, dtype=torch.int64, device=device)
@@ -260,7 +259,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         state_slot_of_request=tables.state_slot,
         staging_slots=staging_slots,
         snapshot_lens=snapshot_lens,
-        top_k=TOP_K,
+        limits=LIMITS,
         max_length=int((prefix + count).max()),
         padding=padding,
     )
@@ -272,7 +271,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
     assert step.staging_slots is not None
     start = step.query_start.tolist()
     assert start[-1] == len(positions)
-    for seen in (step.window_lens, step.csa_lens, step.hca_lens):
+    for seen in (step.window_lens, *step.entry_lens.values()):
         assert (seen[len(real) :] == 0).all(), "a padding token sees entries"
     assert (step.staging_slots[len(real) :] == -1).all() and (step.token_request[len(real) :] == n).all()
     for i, t in enumerate(real.tolist()):
@@ -303,7 +302,7 @@ def test_prefill_metadata_does_not_grow_with_context() -> None:
         state_slot_of_request=torch.arange(3),
         staging_slots=None,
         snapshot_lens=None,
-        top_k=TOP_K,
+        limits=LIMITS,
         max_length=length,
     )
     shapes = {name: tuple(x.shape) for name, x in vars(step).items() if isinstance(x, torch.Tensor)}

@@ -16,6 +16,7 @@ import tempfile
 import types
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -406,6 +407,19 @@ def test_flags_of_the_served_configurations(tmp_path: Path) -> None:
         64: 160,
         256: 160,
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "fp4", "runner"), [("v4flash", 128, "0", []), ("v4flash_fp4", 256, "1", ["marlin"])]
+)
+def test_experts_of_the_served_configurations(
+    model: str, experts: int, fp4: str, runner: list[str], tmp_path: Path
+) -> None:
+    made = bench.Bench(serve_arguments("--model", model, "--tp", "4"), tmp_path)
+    server = made.server("ours", "x", made.base())
+    assert json.loads((made.model / "config.json").read_text())["n_routed_experts"] == experts
+    assert server.environment["SGLANG_DSV4_FP4_EXPERTS"] == fp4
+    assert [value for flag, value in pairwise(server.argv) if flag == "--moe-runner-backend"] == runner
 
 
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:

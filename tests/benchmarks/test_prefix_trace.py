@@ -152,6 +152,36 @@ def test_the_command_reports_each_round(server: FakeServer, capsys: pytest.Captu
     assert (two["turns"], three["turns"]) == (4, 3)
 
 
+def test_agents_say_what_they_do_next_or_the_opposite(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of `right` agents continue after a retain and not after a demote, those of `wrong` agents the reverse."""
+    bodies: list[dict[str, Any]] = []
+    generate = server.generate
+    monkeypatch.setattr(server, "generate", lambda body: bodies.append(body) or generate(body))
+    load = ["--multiples", "2", "--agent-seconds", "3", "--most-agents", "4", "--speed", "400", "--longest", "3000"]
+    prefix_trace.main(["agents", "--url", f"http://127.0.0.1:{server.server_port}", *load])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["part"] for row in rows] == ["2 x, none", "2 x, right", "2 x, wrong"]
+    assert all(row["turns"] > 20 and row["hit_of_ideal"] == 1 for row in rows)
+    at = 0
+    for row in rows:
+        sent, at = bodies[at : at + row["turns"]], at + row["turns"]
+        kinds = set[tuple[str, bool]]()
+        for i, body in enumerate(sent):
+            continued = any(
+                later["input_ids"][: len(body["input_ids"])] == body["input_ids"] for later in sent[i + 1 :]
+            )
+            for action in body.get("kv_hints", {"actions": []})["actions"]:
+                kinds.add((action["action_type"], continued))
+        right = row["hints"] == "right"
+        if row["hints"] == "none":
+            assert not kinds
+        else:
+            assert {("retain", right), ("demote", not right)} <= kinds
+            assert ("demote" if right else "retain", True) not in kinds
+
+
 def conversations(server: FakeServer, device_tokens: int = 0) -> turns.Conversations:
     seeds = itertools.count()
 

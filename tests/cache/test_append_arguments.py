@@ -12,8 +12,7 @@ import torch
 
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
-from dsv4_sglang.model.v41 import Csa2Role
+from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.ops.reference import append as append_reference
 from dsv4_sglang.ops.reference import append_v41 as append_v41_reference
 
@@ -44,26 +43,18 @@ def calls(monkeypatch) -> dict[str, list]:
 
 
 def test_append_layer_passes_the_arguments_of_the_schema(calls):
-    schema = SimpleNamespace(
-        ratio="ratio", kv_format=SimpleNamespace(code="kv_format"), key_format=SimpleNamespace(code="key_format")
-    )
-    append_layer(schema, named(LayerTables), named(LayerWeights), named(Projections), named(StepMetadata), "window")
-    assert calls["append"] == NAMES["append"]
+    spec = SimpleNamespace(ratio="ratio", ring_format=KVFormat.FP8, key_format=KeyFormat.FP32)
+    append_layer(spec, named(LayerTables), named(LayerWeights), named(Projections), named(StepMetadata), "window")
+    codes = {KVFormat.FP8.code: "kv_format", KeyFormat.FP32.code: "key_format"}
+    assert [codes.get(argument, argument) for argument in calls["append"]] == NAMES["append"]
 
 
-def test_v41_step_passes_the_arguments_of_the_schemas(calls):
-    kv = torch.zeros(1, 512)
-    step = SimpleNamespace(
-        schedule=[SimpleNamespace(role=Csa2Role.FULL, ratio="ratio")],
-        state=SimpleNamespace(ring=lambda layer: "ring", compressor_state=lambda layer: "compressor_state"),
-        pools=[SimpleNamespace(entries="entries")],
-        metadata=named(StepMetadata),
-        _window="window",
-        _owner=lambda spec: SimpleNamespace(index_keys="index_keys"),
-    )
-    latents = V41Step.append(step, 0, named(V41LayerWeights), kv, "compressor")
-    V41Step.append_keys(step, 0, named(V41LayerWeights), "keys")
-    tensors = {id(kv): "kv", id(latents): "latents"}
+def test_append_layer_passes_the_arguments_of_the_schemas_of_v41(calls):
+    spec = SimpleNamespace(ratio="ratio", ring_format=KVFormat.MXFP8)
+    kv, given = torch.zeros(1, 512), []
+    records = named(LayerTables), named(LayerWeights), Projections(kv, "kv_score"), named(StepMetadata), "window"
+    append_layer(spec, *records, lambda latents: given.append(latents) or "keys")
+    tensors = {id(kv): "kv", id(given[0]): "latents"}
     assert [tensors.get(id(argument), argument) for argument in calls["append_v41"]] == NAMES["append_v41"]
     assert calls["append_v41_keys"] == NAMES["append_v41_keys"]
 

@@ -18,8 +18,9 @@ from dsv4_sglang.cache import (
     StateStorage,
     build_schema,
     host_rows,
+    v4_specs,
 )
-from dsv4_sglang.cache.host_memory import HostMemory, _available, _pages, _register, cpus_in, running_on
+from dsv4_sglang.cache.host_memory import HostMemory, _pages, _register, available_bytes, cpus_in, running_on
 from dsv4_sglang.cache.host_rows import _row_layout, host_block_bytes, runs
 from dsv4_sglang.model import DSV4Config, build_schedule
 
@@ -119,7 +120,7 @@ def test_missing_blocks_are_not_copied(to_host: bool, blocks: list[int], rows: l
 def test_missing_snapshots_are_not_copied(number: int) -> None:
     """Four snapshots are numbered from 1. -1 would be one of them, counted from the end."""
     config = DSV4Config.flash()
-    layout = CacheLayout.build(config, build_schedule(config)[:2], torch.device("cpu"))
+    layout = CacheLayout(v4_specs(config, build_schedule(config)[:2]), torch.device("cpu"))
     host = HostSnapshotPool(StateStorage(layout, num_slots=3, snapshots=4), 2)
     for copy in (host.save, host.load):
         with pytest.raises(IndexError, match=rf"^{number} is not in 1\.\.4$"):
@@ -156,7 +157,7 @@ def test_each_layer_is_loaded_once(monkeypatch: pytest.MonkeyPatch, blocks: int)
 def test_snapshots_round_trip(device: torch.device, kv_format: str) -> None:
     """Every byte of a snapshot is copied via other rows, and no other snapshot changes."""
     config = DSV4Config.flash()
-    layout = CacheLayout.build(config, build_schedule(config)[:5], device, kv_format=kv_format)
+    layout = CacheLayout(v4_specs(config, build_schedule(config)[:5], kv_format=kv_format), device)
     storage = StateStorage(layout, num_slots=3, snapshots=4)
     tables = storage.snapshot_tables()
     for table in tables:
@@ -254,7 +255,7 @@ def system(root: Path, cgroup: str, groups: dict[str, tuple[str, int, int]]) -> 
     ],
 )
 def test_memory_of_a_container(tmp_path: Path, cgroup: str, groups: dict[str, tuple[str, int, int]], left: int) -> None:
-    assert _available(system(tmp_path, cgroup, groups)) == left
+    assert available_bytes(system(tmp_path, cgroup, groups)) == left
 
 
 @pytest.mark.gpu

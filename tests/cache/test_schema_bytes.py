@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, StateStorage, build_schema
+from dsv4_sglang.cache import CacheLayout, LayerCacheSchema, StateStorage, build_schema, v4_specs
 from dsv4_sglang.formats import KVFormat, make_kv_buffers
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 from dsv4_sglang.srt.launch.options import Options
@@ -55,12 +55,12 @@ def test_bytes_of_model(
     hca_raw: int,
     hca_online: int,
 ) -> None:
-    raw = CacheLayout.build(config, build_schedule(config), CPU)
+    raw = CacheLayout(v4_specs(config, build_schedule(config)), CPU)
     assert raw.token_bytes == per_token
     # The size lies between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the usual 81,920 B (8 rows each).
     csa = csa_layers * 24 * 640 * 4
     assert bytes_of(raw) == {"window rings": swa, "CSA compressor states": csa, "HCA compressor states": hca_raw}
-    online = CacheLayout.build(config, build_schedule(config), CPU, hca_state="online", kv_format="bf16")
+    online = CacheLayout(v4_specs(config, build_schedule(config), hca_state="online", kv_format="bf16"), CPU)
     assert list(bytes_of(online).values()) == [swa_bf16, csa, hca_online]
 
 

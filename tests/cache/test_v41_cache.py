@@ -14,21 +14,27 @@ from dataclasses import replace
 import pytest
 import torch
 from reference.v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
-from support.v41_attention_cases import v41_index_case
+from support.candidate_cases import candidate_case
 from torch import Tensor
 
-from dsv4_sglang.cache import StateStorage
+from dsv4_sglang.attention.registry import make_kernels
+from dsv4_sglang.cache import CacheLayout, LayerWeights, StateStorage
 from dsv4_sglang.cache import step as step_module
+from dsv4_sglang.cache.append import LayerTables, Projections
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.layer_spec import LayerKVSpec, Selection, entry_limits, source_of
 from dsv4_sglang.cache.paged_cache import make_paged_pools
+from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.cache.v41 import V41LayerSchema, v41_layout
-from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
-from dsv4_sglang.formats.index_keys import mxfp4_values
+from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.formats.quantise import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
-from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
-from dsv4_sglang.ops.reference import chunks, read, read_v41
+from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.ops.reference import chunks, read
 from dsv4_sglang.ops.rope import rope_table
+from dsv4_sglang.srt.attention import layer_ops
+from dsv4_sglang.srt.attention.layer_ops import IndexQuery, LayerInputs, LayerOps
+from dsv4_sglang.srt.attention.step_scratch import StepScratch
 
 CPU = torch.device("cpu")
 BOUND = 1e-5
@@ -56,16 +62,23 @@ CONFIG = V41Config(
 )
 # Window; full, reuse; full, reuse (ratio 2); full with candidates, reuse, reindex within them, reuse (ratio 1); window
 # of a draft stage.
-SCHEDULE = v41_schedule(CONFIG, draft_layers=1)
+SPECS = v41_specs(CONFIG, draft_layers=1)
+# Ratio of the entries that each layer attends to.
+RATIOS = [SPECS[source_of(SPECS, layer)].ratio for layer in range(len(SPECS))]
+
+
+def role(spec: LayerKVSpec) -> str:
+    if spec.selection is Selection.TOP_K:
+        return "full" if spec.ratio else "reindex"
+    return "reuse" if spec.selection is Selection.REUSE else "window"
 
 
 class Layer:
     """Weights of a layer, and the projections of each request by position."""
 
     def __init__(self, number: int, requests: int) -> None:
-        spec = SCHEDULE[number]
         g = torch.Generator().manual_seed(number)
-        writes = spec.ratio if spec.role is Csa2Role.FULL else 0
+        writes = SPECS[number].ratio
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(requests, LENGTH, *shape, generator=g)
@@ -74,12 +87,12 @@ class Layer:
             return (1 + 0.2 * torch.randn(width, generator=g)).bfloat16()
 
         self.writes = writes
-        self.weights = V41LayerWeights(
+        self.weights = LayerWeights(
             kv_norm=norm(512),
-            rope=rope_table(LENGTH, rope_frequencies(CONFIG, spec.ratio)),
+            rope=rope_table(LENGTH, rope_frequencies(CONFIG, RATIOS[number])),
             eps=EPS,
-            latent_norm=norm(512),
-            key_norm=norm(128),
+            entry_norm=norm(512),
+            index_norm=norm(128),
         )
         self.kv = drawn(512).bfloat16()
         self.compressor: Tensor | None = None
@@ -102,11 +115,11 @@ REQUESTS = 4
 
 @functools.cache
 def layers() -> list[Layer]:
-    return [Layer(number, REQUESTS) for number in range(len(SCHEDULE))]
+    return [Layer(number, REQUESTS) for number in range(len(SPECS))]
 
 
 @functools.cache
-def weights_on(device: torch.device) -> list[V41LayerWeights]:
+def weights_on(device: torch.device) -> list[LayerWeights]:
     return [
         replace(layer.weights, **{k: v.to(device) for k, v in vars(layer.weights).items() if isinstance(v, Tensor)})
         for layer in layers()
@@ -133,8 +146,8 @@ def _entries(layer: Layer, ratio: int, request: int) -> tuple[Tensor, Tensor]:
     if ratio == 2:
         k, score = x.unflatten(0, (-1, 2)).split(512, -1)
         x = (k * score.softmax(1)).sum(1).bfloat16()
-    latents = normalised(x, layer.weights.latent_norm)
-    keys = turned(normalised(latents @ layer.matrix, layer.weights.key_norm), ratio, ratio)
+    latents = normalised(x, layer.weights.entry_norm)
+    keys = turned(normalised(latents @ layer.matrix, layer.weights.index_norm), ratio, ratio)
     entries = turned(latents, ratio, ratio)
     return fp4_act_quant(entries.double(), 16, True), fp4_act_quant(keys.double(), 32, False)
 
@@ -161,33 +174,32 @@ def dense(request: int) -> list[Tensor]:
     """Return the attention output [LENGTH, H, 512] of a whole request for each layer."""
     outputs = []
     entries = keys = chosen = candidates = None
-    for spec, layer in zip(SCHEDULE, layers()):
+    for spec, ratio, layer in zip(SPECS, RATIOS, layers()):
         position = torch.arange(LENGTH)
         back = position[:, None] - position
-        rows = act_quant(turned(normalised(layer.kv[request], layer.weights.kv_norm), spec.ratio).double())
+        rows = act_quant(turned(normalised(layer.kv[request], layer.weights.kv_norm), ratio).double())
         seen = (back >= 0) & (back < 128)
-        if spec.role is Csa2Role.FULL:
-            entries, keys = _entries(layer, spec.ratio, request)
-        if spec.role in (Csa2Role.FULL, Csa2Role.REINDEX):
-            every = [
-                [s for s in row if s > float("-inf")] for row in _scores(layer, keys, spec.ratio, request).tolist()
-            ]
-            if spec.keeps_candidates:
+        if spec.ratio:
+            entries, keys = _entries(layer, ratio, request)
+        if spec.selection is Selection.TOP_K:
+            every = [[s for s in row if s > float("-inf")] for row in _scores(layer, keys, ratio, request).tolist()]
+            if spec.candidates and spec.candidates.chooses:
                 candidates = [
                     _candidates(row, CONFIG.candidate_block_size, CONFIG.candidate_topk_blocks) for row in every
                 ]
+            within = spec.candidates is not None and not spec.candidates.chooses
             chosen = torch.zeros(LENGTH, len(entries), dtype=torch.bool)
             for t, row in enumerate(every):
-                among = [i for i in range(len(row)) if not spec.within_candidates or i in candidates[t]]
+                among = [i for i in range(len(row)) if not within or i in candidates[t]]
                 chosen[t, sorted(among, key=lambda i: (-row[i], i))[:TOP]] = True
-        if spec.ratio:
+        if ratio:
             rows, seen = torch.cat([rows, entries]), torch.cat([seen, chosen], 1)
         logits = torch.einsum("thd,nd->thn", layer.q[request].double(), rows) * SCALE
         logits = logits.masked_fill(~seen[:, None], float("-inf"))
         sink = layer.sink.double().expand(LENGTH, -1)[..., None]
         share = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
         out = torch.einsum("thn,nd->thd", share, rows)
-        outputs.append(turned(out, spec.ratio, back=True))
+        outputs.append(turned(out, ratio, back=True))
     return outputs
 
 
@@ -200,9 +212,20 @@ class Play:
     def __init__(self, seed: int, draft_tokens: int = 0, device: torch.device = CPU) -> None:
         self.g = torch.Generator().manual_seed(seed)
         self.device, self.draft_tokens = resolve_device(device), draft_tokens
-        self.layout = v41_layout(SCHEDULE, device, draft_tokens=draft_tokens, draft_layers=1)
+        self.layout = CacheLayout(v41_specs(CONFIG, 1, draft_tokens), device, draft_layers=1)
         self.state = StateStorage(self.layout, 6, snapshots=3)
         self.pools = make_paged_pools(self.layout, dict.fromkeys(self.layout.kinds, 24))
+        # The backend's part of a step.
+        specs = self.layout.schemas
+        scratch = StepScratch(device, torch.float32, TOP, KVFormat.MXFP8, candidate_blocks=5, scored_per_block=0)
+        tables = [
+            LayerTables(
+                self.state.ring(i), self.state.compressor_state(i), *(pool.allocations if pool else (None, None))
+            )
+            for i, pool in enumerate(self.pools)
+        ]
+        kernels = make_kernels(self.device, 24, HEADS, torch.float32, self.layout.ring_format)
+        self.limits, self.ops = entry_limits(specs, TOP), LayerOps(specs, tables, kernels, HEADS, scratch)
         self.block_tables = torch.full((6, 24), -1, dtype=torch.int32, device=device)
         for tensor in [*self.state.allocations, *self.block_allocations]:  # Stale bytes of other requests.
             left = torch.randint(0, 120, tensor.view(torch.uint8).shape, dtype=torch.uint8, generator=self.g)
@@ -215,7 +238,7 @@ class Play:
     def block_allocations(self) -> list[Tensor]:
         return [table for pool in self.pools if pool for table in pool.allocations]
 
-    def begin_step(self, requests: list[tuple[int, int, int]], staging_slots: Tensor | None = None) -> V41Step:
+    def begin_step(self, requests: list[tuple[int, int, int]], staging_slots: Tensor | None = None) -> StepMetadata:
         """Return a step of requests, given as (slot, tokens before the step, tokens of the step)."""
         slots, prefix, counts = self.ids(*requests).T.contiguous()
         owner = torch.repeat_interleave(torch.arange(len(requests), device=self.device), counts)
@@ -231,10 +254,12 @@ class Play:
             positions=positions,
             out_loc=block_table[owner, positions // 128].long() * 128 + positions % 128,
             block_table=block_table,
+            limits=self.limits,
             staging_slots=staging_slots,
             decode_ring_rows=self.layout.ring_rows if is_decode else None,
         )
-        return V41Step(CONFIG, SCHEDULE, self.state, self.pools, metadata)
+        self.ops.begin_step(metadata)
+        return metadata
 
     def admit(self, request: int, slot: int) -> None:
         self.lengths[request], self.slots[request] = 0, slot
@@ -278,7 +303,7 @@ class Play:
         owner, positions = torch.tensor([r for r, _, _ in tokens]), torch.tensor([t for _, t, _ in tokens])
         who = torch.tensor([like[r] if i < right[r] else REQUESTS - 1 for r, _, i in tokens])
         for number, layer in enumerate(layers()):
-            out = run_layer(step, number, layer, who, positions).cpu()
+            out = run_layer(self.ops, step, number, layer, who, positions).cpu()
             for r, n in right.items():
                 here = slice(self.lengths[r], self.lengths[r] + n)
                 self.compare(f"request {r}", number, out[owner == r][:n], dense(like[r])[number][here])
@@ -287,27 +312,26 @@ class Play:
 
     def compare(self, who: str, number: int, out: Tensor, expected: Tensor) -> None:
         error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-        where = f"layer {number} ({SCHEDULE[number].role.value}), {who}: off by {error.max():.3g}"
+        where = f"layer {number} ({role(SPECS[number])}), {who}: off by {error.max():.3g}"
         if self.device == CPU:
             assert error.max() < BOUND, where
         else:
             assert (error < GPU_BOUND).float().mean() > 1 - GPU_MAX_APART, where
 
 
-def run_layer(step: V41Step, number: int, layer: Layer, who: Tensor, positions: Tensor) -> Tensor:
-    """Run one layer as a model does."""
-    device = step.metadata.slots.device
-    spec, weights = SCHEDULE[number], weights_on(device)[number]
+def run_layer(ops: LayerOps, step: StepMetadata, number: int, layer: Layer, who: Tensor, positions: Tensor) -> Tensor:
+    """Run one layer as a model and the backend do."""
+    device = step.slots.device
+    weights, window = weights_on(device)[number], None if step.is_decode else ops.scratch.window(step.window_size)
 
     def of(projections: Tensor) -> Tensor:
         return projections[who, positions].to(device)
 
-    latents = step.append(number, weights, of(layer.kv), None if layer.compressor is None else of(layer.compressor))
-    if latents is not None:
-        step.append_keys(number, weights, latents @ layer.matrix.to(device))
-    if spec.index_source == number:
-        step.select(number, weights, of(layer.index_q), of(layer.head_weights))
-    return step.attend(number, weights, of(layer.q), layer.sink.to(device), SCALE)
+    projections = Projections(of(layer.kv), None if layer.compressor is None else of(layer.compressor))
+    ops.append(number, weights, projections, step, window, lambda latents: latents @ layer.matrix.to(device))
+    query = IndexQuery(of(layer.index_q), of(layer.head_weights), lambda: None)
+    inputs = LayerInputs(weights, layer.sink.to(device), lambda: None, accepts_rotated_output=False, index_query=query)
+    return ops.attend(of(layer.q), number, SCALE, inputs, step, window).values
 
 
 def random_requests(seed: int, device: torch.device = CPU) -> None:
@@ -379,7 +403,7 @@ def test_padding_writes_and_sees_nothing(device):
     before, owned = [tensor.clone() for tensor in (*others, *pools)], play.block_tables[1, :2].tolist()
     step = play.begin_step([(1, 130, 1), (-1, 0, 1)])
     for number, layer in enumerate(layers()):
-        out = run_layer(step, number, layer, torch.tensor([0, 1]), torch.tensor([130, 0])).cpu()
+        out = run_layer(play.ops, step, number, layer, torch.tensor([0, 1]), torch.tensor([130, 0])).cpu()
         play.compare("request 0", number, out[:1], dense(0)[number][130:131])
         assert not out[1].any()
     for table in pools:
@@ -406,45 +430,45 @@ def test_drafts_are_rolled_back(d, device=CPU):
 
 def short_ring(rows: int):
     def patch(monkeypatch) -> None:
-        monkeypatch.setattr(V41LayerSchema, "ring_rows", rows)
+        plain = v41_specs
+        short = lambda *sizes: tuple(replace(spec, ring_rows=rows) for spec in plain(*sizes))  # noqa: E731
+        monkeypatch.setitem(globals(), "v41_specs", short)
         monkeypatch.setattr(chunks, "check", lambda *arguments: None)
 
     return patch
 
 
 def short_compressor_state(monkeypatch) -> None:
-    monkeypatch.setattr("dsv4_sglang.cache.v41.pair_rows", lambda d: 2)
+    monkeypatch.setattr("dsv4_sglang.cache.specs_v41.pair_rows", lambda d: 2)
     monkeypatch.setattr(chunks, "check", lambda *arguments: None)
 
 
 def entry_visible_a_token_early(monkeypatch) -> None:
-    plain, lens = read_v41.select, step_module.visible_entries
+    plain, lens = read.select, step_module.visible_entries
 
     def select(query, weights, table, blocks, owner, visible, *rest) -> None:
         plain(query, weights, table, blocks, owner, (visible + 1).clamp_max(LENGTH), *rest)
 
-    monkeypatch.setattr(read_v41, "select", select)
+    monkeypatch.setattr(read, "select", select)
     monkeypatch.setattr(step_module, "visible_entries", lambda lengths, *rest: lens(lengths + 1, *rest))
 
 
 def other_selection_in_a_reuse_layer(monkeypatch) -> None:
     """Layer 8 uses the selection of layer 5 instead of layer 7. Both select rows of the same table."""
-    first: dict[V41Step, tuple] = {}
-    plain = V41Step.selected
+    plain, first = LayerOps._entries, {}
 
-    def stale(step: V41Step, layer: int):
+    def stale(ops: LayerOps, layer: int, inputs: LayerInputs, step: StepMetadata):
+        entries = plain(ops, layer, inputs, step)
         if layer == 5:
-            first[step] = plain(step, 5)
-        return first[step] if layer == 8 else plain(step, layer)
+            first["entries"] = entries._replace(indices=entries.indices.clone())
+        return first["entries"] if layer == 8 else entries
 
-    monkeypatch.setattr(V41Step, "selected", stale)
+    monkeypatch.setattr(LayerOps, "_entries", stale)
 
 
 def entries_of_another_layer(monkeypatch) -> None:
     """Layer 4 uses the entries of layer 1 instead of layer 3."""
-    plain = V41Step._owner
-    owner = lambda step, spec: step.pools[1] if spec.layer_idx == 4 else plain(step, spec)  # noqa: E731
-    monkeypatch.setattr(V41Step, "_owner", owner)
+    monkeypatch.setattr(layer_ops, "source_of", lambda specs, layer: 1 if layer == 4 else source_of(specs, layer))
 
 
 def candidates_left_out(monkeypatch) -> None:
@@ -494,7 +518,7 @@ LENS = {
 def test_selection_in_two_levels(ratio, lens, top, size, most, equal):
     """Cases include fewer candidates than are selected, and all blocks as candidates. Of equal scores the lowest
     indices are selected."""
-    case = v41_index_case(lens=LENS[lens], ratio=ratio, top=top, equal=equal)
+    case = candidate_case(lens=LENS[lens], ratio=ratio, top=top, equal=equal)
     kept = case.candidates(most)
     first, second = case.entries(size, kept=kept), case.entries(size, within=kept)
 
@@ -518,7 +542,7 @@ def test_selection_equals_that_of_sglang(ratio):
     from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_fp4
     from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer, rope_tail
 
-    case = v41_index_case(lens=[(150 * ratio, 200 * ratio)], ratio=ratio, top=24)
+    case = candidate_case(lens=[(150 * ratio, 200 * ratio)], ratio=ratio, top=24)
     freqs = torch.view_as_complex(case.rope[case.positions].unflatten(-1, (-1, 2)))
     query = fake_quant_fp4(rope_tail(case.q, freqs, 64))
     same(case.query.flatten(1), query.float().flatten(1))

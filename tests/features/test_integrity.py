@@ -95,6 +95,17 @@ def held_by_nobody(server: HostCacheServer) -> None:
     running(server).last_node = 10**6
 
 
+def pin(server: HostCacheServer) -> Any:
+    """Pin the unlocked leaf, and return the pin."""
+    server.limit_pins()
+    assert server.cache.pins.pin(("tenant", "name"), cached(server), until=9)
+    return dict(server.cache.pins)["tenant", "name"]
+
+
+def charged_with_less(server: HostCacheServer) -> None:
+    server.cache.pins._pins["tenant", "name"] = pin(server)._replace(tokens=BLOCK)
+
+
 def other_table(server: HostCacheServer) -> None:
     row(server)[:BLOCK], row(server)[BLOCK : 2 * BLOCK] = (
         row(server)[BLOCK : 2 * BLOCK].clone(),
@@ -129,6 +140,18 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
     "a lock left on the host": (
         lambda s: s.cache.inc_host_lock_ref(cached(s).id),
         r"blocks of node \d+: locked 1 times on the host, held by 0 transfers",
+    ),
+    "a pin that was let go": (
+        lambda s: s.cache.unlock(pin(s).lock),
+        r"snapshot of node \d+: locked 0 times, held by pin 'name' of tenant 'tenant'",
+    ),
+    "a pin that was forgotten": (
+        lambda s: (pin(s), s.cache.pins.forget()),
+        r"snapshot of node \d+: locked 1 times, held by no owner",
+    ),
+    "a pin that is charged with less": (
+        charged_with_less,
+        r"pin 'name' of tenant 'tenant': charged with 128 tokens, but its path has 768",
     ),
     "a request that holds a node that is gone": (
         held_by_nobody,

@@ -21,7 +21,7 @@ from support.prefix_tree import BLOCK, without_a_server
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache import CacheLayout, v4_specs
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model import DSV4Config, build_schedule
@@ -36,7 +36,8 @@ def layout_of(rows: str) -> CacheLayout:
     config = DSV4Config.flash()
     schedule = build_schedule(config)[:4]  # A layer of each kind.
     keys = "fp32" if rows == "fp32" else "mxfp4"
-    return CacheLayout.build(config, schedule, torch.device("cpu"), kv_format=rows, key_format=keys, hca_state="online")
+    specs = v4_specs(config, schedule, kv_format=rows, key_format=keys, hca_state="online")
+    return CacheLayout(specs, torch.device("cpu"))
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys, kv_entries
-from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.formats import V4_KV_FORMATS, KeyFormat, KVFormat, index_keys, kv_entries, quantise
 from dsv4_sglang.model import geometry
 from dsv4_sglang.ops import extension
 
@@ -111,7 +110,7 @@ def host(tmp_path_factory):
 
 def test_constants_equal_their_python_twins(host):
     """Covers all constants of entries.h and geometry.h: a new constant without a Python twin fails."""
-    rows, v41_row, v41_entry = geometry.state_rows(0), V41KVFormat.FP8, V41KVFormat.FP4
+    rows, v41_row, v41_entry = geometry.state_rows(0), KVFormat.MXFP8, KVFormat.NVFP4
     twins = {
         "kFp8": KVFormat.FP8.code,
         "kBf16": KVFormat.BF16.code,
@@ -131,7 +130,7 @@ def test_constants_equal_their_python_twins(host):
         twins |= {name: getattr(module, names[name]) for name in constant_names() & names.keys()}
     compiled = {name: ctypes.c_int.in_dll(host.library, f"constant_{name}").value for name in constant_names()}
     assert compiled == twins
-    for kv_format in KVFormat:
+    for kv_format in V4_KV_FORMATS:
         assert host.library.host_row_width(kv_format.code) == kv_format.width
     for key_format in KeyFormat:
         assert host.library.host_key_width(key_format.code) == key_format.width
@@ -183,7 +182,7 @@ def test_e2m1(host):
     x = torch.cat([all_bf16(), random_floats(), ties, ties * (1 + 2.0**-20), ties * (1 - 2.0**-20)])
     x = torch.cat([x, -x])
     codes = host("host_e2m1", x)
-    assert torch.equal(codes, index_keys.e2m1_codes(x).float())
+    assert torch.equal(codes, quantise.e2m1_codes(x).float())
     assert torch.equal(host("host_round_e2m1", x), host("host_e2m1_value", codes))
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     assert torch.equal(host("host_e2m1_value", torch.arange(16)), torch.cat([values, -values]))
@@ -192,7 +191,7 @@ def test_e2m1(host):
 def test_entries_are_quantised_from_bf16():
     """fp32 values that bf16 rounds across a tie of e4m3, or across a power of two."""
     x = torch.randn(1000, 448, generator=torch.Generator().manual_seed(0))
-    for got, expected in zip(kv_entries.quantise_e4m3(x), kv_entries.quantise_e4m3(x.bfloat16())):
+    for got, expected in zip(quantise.quantise_e4m3(x), quantise.quantise_e4m3(x.bfloat16())):
         assert torch.equal(got, expected)
     assert (x != x.bfloat16()).any()
 
@@ -208,7 +207,7 @@ def test_the_hadamard_transform_is_orthonormal():
 def test_exponent_of_a_row(host):
     x = all_bf16()
     x = x[(x >= 0) & (x < 2.0**120)]
-    expected = kv_entries.ceil_pow2_exponent(x.clamp_min(kv_entries.FP8_AMAX_FLOOR) * (1.0 / kv_entries.FP8_MAX))
+    expected = quantise.ceil_pow2_exponent(x.clamp_min(quantise.FP8_AMAX_FLOOR) * (1.0 / quantise.FP8_MAX))
     assert torch.equal(host("host_row_exponent", x), expected.float())
 
 
@@ -216,7 +215,7 @@ def test_non_finite_entries_have_scale_nan(host):
     """NaN of ue8m0 (255) and of e4m3 (0x7F): an entry with such a scale reads as NaN."""
     x = torch.tensor([float("nan"), -float("nan"), float("inf")])
     assert host("host_row_exponent", x).tolist() == [255] * 3
-    assert kv_entries.ceil_pow2_exponent(x.abs()).tolist() == [255] * 3
+    assert quantise.ceil_pow2_exponent(x.abs()).tolist() == [255] * 3
     assert host("host_nvfp4_scale", x).tolist() == [127, 127, 126]
     assert host("host_e4m3", x).int().bitwise_and(127).tolist() == [127, 127, 126]
 
@@ -230,7 +229,7 @@ def test_scales_of_keys(host):
         _, scales = scale_format.quantise(keys)
         got = host(name, x)
         if scale_format is KeyFormat.MXFP4:
-            got = host("host_e4m3", kv_entries.exp2_of_biased(got.int()))
+            got = host("host_e4m3", quantise.exp2_of_biased(got.int()))
         assert torch.equal(got, scales[:, 0].float())
 
 

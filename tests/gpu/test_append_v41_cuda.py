@@ -11,8 +11,7 @@ from support.kernel_cases import DEVICE, MAX_SHARE, POSITIONS, copied, ops, reco
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401
-from dsv4_sglang.formats import KVBuffer
-from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.model.v41 import pair_rows
 
 pytestmark = pytest.mark.gpu
@@ -48,15 +47,15 @@ class Case:
         scale = 2.0 ** torch.randint(-9, 6, (tokens, 1), generator=g)
         self.read = {
             "kv": (torch.randn(tokens, 576, generator=g) * scale).bfloat16()[:, 64:],
-            "compressor": {
+            "kv_score": {
                 0: None,
                 1: torch.randn(tokens, 512, generator=g).bfloat16(),
                 2: torch.randn(tokens, 1024, generator=g) * 3,
             }[ratio],
             "keys": torch.randn(tokens, 128, generator=g).bfloat16(),
             "kv_norm": norm(512),
-            "latent_norm": norm(512) if ratio else None,
-            "key_norm": norm(128).float(),
+            "entry_norm": norm(512) if ratio else None,
+            "index_norm": norm(128).float(),
             "rope": torch.stack([angles.cos(), angles.sin()], -1).flatten(1),
             "slots": slots,
             "prefix_lens": lengths,
@@ -80,7 +79,7 @@ class Case:
 
     def append(self, implementation, read: dict, written: dict) -> None:
         implementation.append_v41(
-            read["kv"], read["compressor"], read["kv_norm"], read["latent_norm"], read["rope"], EPS, self.ratio,
+            read["kv"], read["kv_score"], read["kv_norm"], read["entry_norm"], read["rope"], EPS, self.ratio,
             *(read[name] for name in BATCH), read["track"], written["ring"], written["compressor_state"],
             written["entries"], written["latents"], written["window"],
         )  # fmt: skip
@@ -88,7 +87,7 @@ class Case:
     def append_keys(self, implementation, read: dict, written: dict) -> None:
         batch = (read[name] for name in BATCH)
         implementation.append_v41_keys(
-            read["keys"], read["key_norm"], read["rope"], EPS, self.ratio, *batch, written["index_keys"]
+            read["keys"], read["index_norm"], read["rope"], EPS, self.ratio, *batch, written["index_keys"]
         )
 
     def run(self, implementation, read: dict, written: dict) -> None:
@@ -125,12 +124,12 @@ def test_non_finite_input_reaches_its_entries_only(ratio, value):
     case = Case(ratio, [(1, 131, 1), (2, 3, 1)], decode=True)
     case.read["kv"][0, 7] = value
     if ratio:
-        case.read["compressor"][0, 7] = value
+        case.read["kv_score"][0, 7] = value
     for implementation, device in ((torch.ops.dsv4_sglang, "cpu"), (ops(), DEVICE)):
         read, written = case.on(device)
         case.append(implementation, read, written)
-        rows = [("ring", V41KVFormat.FP8, torch.tensor([128 + 131 % 128, 2 * 128 + 3]))]
-        rows += [("entries", V41KVFormat.FP4, case.read["out_loc"])] if ratio else []
+        rows = [("ring", KVFormat.MXFP8, torch.tensor([128 + 131 % 128, 2 * 128 + 3]))]
+        rows += [("entries", KVFormat.NVFP4, case.read["out_loc"])] if ratio else []
         for name, stored, at in rows:
             found = KVBuffer(written[name].cpu(), stored).read(at)
             assert found.isfinite().all(-1).tolist() == [False, True], (name, device)
@@ -184,7 +183,7 @@ def test_graph_replay():
     read, written = case.on(DEVICE)
     graph, _ = recorded(lambda: case.run(torch.ops.dsv4_sglang, read, written))
     start = case.on(DEVICE)[1]
-    for name in ("kv", "compressor", "keys", "prefix_lens"):
+    for name in ("kv", "kv_score", "keys", "prefix_lens"):
         read[name].copy_(other.read[name])
     read["out_loc"].copy_(torch.tensor([40, 128 + 41, 2 * 128 + 47]))
     for name, t in written.items():
@@ -205,7 +204,7 @@ def test_errors_name_the_tensor():
     case = Case(2, [(1, 3, 1)], decode=True)
     for name, change, said in (
         ("kv", lambda t: t.float(), "append_v41: kv is Float"),
-        ("compressor", lambda t: t.bfloat16(), r"append_v41: compressor is BFloat16 \[1, 1024\].*expected Float"),
+        ("kv_score", lambda t: t.bfloat16(), r"append_v41: kv_score is BFloat16 \[1, 1024\].*expected Float"),
         ("latents", lambda t: None, "append_v41: latents is missing; expected a tensor for ratio 2"),
         ("entries", lambda t: t[:, :32], r"append_v41: entries is Byte .*expected Byte \[any, 64, 288\]"),
         ("index_keys", lambda t: t.float(), r"append_v41_keys: index_keys is Float"),

@@ -123,6 +123,21 @@ def test_steps_read_the_right_bytes(monkeypatch: pytest.MonkeyPatch, policy: str
     server.check()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hints_disturb_no_step(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Pins, retained and demoted conversations beside copies that run late."""
+    server = HostCacheServer(monkeypatch, seed=1, policy=policy)
+    server.limit_pins()
+    server.hint_rng = random.Random(7)
+    run_turns(server, 600)
+    metrics = server.component.metrics
+    assert min(metrics.total("hints", effect) for effect in ("pin", "untrusted")) > 5 and server.from_host > 0
+    server.cache.at_time(server.cache.now + 30)
+    assert not list(server.cache.pins)
+    assert server.flush(), "something is locked or on its way"
+    server.check()
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
@@ -142,6 +157,9 @@ def test_a_hundred_thousand_operations_with_late_copies(
             if seed % 5 == 0:
                 more = with_storage(patch, tmp_path / str(seed), seed)
             server = HostCacheServer(patch, seed, policy=policy, chunks=0.3, aborts=0.04, **sizes, **more)
+            if seed % 4 == 3:
+                server.limit_pins()
+                server.hint_rng = random.Random(seed)
             run_turns(server, 350, *([with_bad_transfers(patch, server)] if seed % 3 == 0 else []))
             if seed % 2:
                 assert server.flush()

@@ -12,9 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache import CacheLayout, v4_specs
+from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.model import DSV4Config, build_schedule
-from dsv4_sglang.srt.host_cache.page_names import SAMPLE_STEP, WEIGHT_FLAGS, digest_of_files, page_name, weight_facts
+from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.srt.host_cache.page_names import (
+    LABEL_CHARACTERS,
+    SAMPLE_STEP,
+    WEIGHT_FLAGS,
+    digest_of_files,
+    page_name,
+    weight_facts,
+)
 from dsv4_sglang.srt.launch.options import model_overrides
 
 # Flags that decide weights or arithmetic, written out: a flag that is left out of `WEIGHT_FLAGS` is seen.
@@ -49,7 +58,7 @@ def name_of(
 ) -> str:
     config = DSV4Config.flash()
     formats = {"kv_format": kv_format, "key_format": key_format}
-    layout = CacheLayout.build(config, build_schedule(config), torch.device("cpu"), sm100=False, **formats)
+    layout = CacheLayout(v4_specs(config, build_schedule(config), **formats), torch.device("cpu"), sm100=False)
     row_bytes = (layout.block_bytes, layout.snapshot_bytes)
     facts = weight_facts(flags_of(model, **given))
     return page_name(model_name, layout, row_bytes, overrides=model_overrides(overrides), **facts)
@@ -87,6 +96,12 @@ def test_flags_and_formats_are_in_the_name(monkeypatch: pytest.MonkeyPatch, tmp_
     names += [name_of("org/model"), name_of("org/other"), name_of("org/model", revision="b")]
     assert len(set(names)) == len(names)
     assert names[0].startswith("m-dsv4v4-fp8-mxfp4-")
+
+
+def test_both_formats_of_entries_are_in_the_name() -> None:
+    layout = CacheLayout(v41_specs(V41Config.flash()), torch.device("cpu"))
+    name = page_name("m" * LABEL_CHARACTERS, layout, (layout.block_bytes, layout.snapshot_bytes))
+    assert "-mxfp8-nvfp4-mxfp4-" in name and len(name) <= 99
 
 
 def no_attention(model: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4_sglang.cache import CacheLayout
+from dsv4_sglang.cache import CacheLayout, v4_specs
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.memory.sizing import (
@@ -20,7 +20,7 @@ from dsv4_sglang.srt.memory.sizing import (
 )
 
 CONFIG = DSV4Config.flash()
-LAYOUT = CacheLayout.build(CONFIG, build_schedule(CONFIG), torch.device("cpu"))
+LAYOUT = CacheLayout(v4_specs(CONFIG, build_schedule(CONFIG)), torch.device("cpu"))
 
 
 def test_two_snapshots_for_each_running_request() -> None:

@@ -13,17 +13,12 @@ from reference.v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, 
 from support.layer import make_step
 
 import dsv4_sglang.ops  # noqa: F401
-from dsv4_sglang.cache.v41 import v41_layout
-from dsv4_sglang.formats import KVBuffer, make_kv_buffers
-from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.cache import CacheLayout
+from dsv4_sglang.cache.layer_spec import Selection, source_of
+from dsv4_sglang.cache.specs_v41 import v41_specs
+from dsv4_sglang.formats import KVBuffer, KVFormat, make_kv_buffers
 from dsv4_sglang.model import DSV4Config
-from dsv4_sglang.model.v41 import (
-    Csa2Role,
-    V41Config,
-    pair_draft_tokens,
-    pair_rows,
-    v41_schedule,
-)
+from dsv4_sglang.model.v41 import V41Config, pair_draft_tokens, pair_rows
 
 # Fields published with DeepSeek-V4.1-Flash that the cache depends on, and a few others.
 PUBLISHED = {
@@ -116,22 +111,25 @@ def test_v4_config_rejects_v41(model_type):
 
 def test_layers():
     """The released model has compressors and index keys in 4 layers, and indexers in 8."""
-    schedule = v41_schedule(V41Config.flash(), draft_layers=3)
-    by_role = {role: [spec.layer_idx for spec in schedule if spec.role is role] for role in Csa2Role}
-    assert by_role[Csa2Role.WINDOW] == [0, 1, 40, 41, 42]
-    assert by_role[Csa2Role.FULL] == [2, 8, 14, 20]
-    assert by_role[Csa2Role.REINDEX] == [24, 28, 32, 36]
-    assert len(by_role[Csa2Role.REUSE]) == 30
-    sources = {layer: (schedule[layer].kv_source, schedule[layer].index_source) for layer in (7, 8, 13, 19, 20, 39)}
-    assert sources == {7: (2, 2), 8: (8, 8), 13: (8, 8), 19: (14, 14), 20: (20, 20), 39: (20, 36)}
-    assert [schedule[layer].ratio for layer in (1, 2, 19, 20, 39, 40)] == [0, 2, 2, 1, 1, 0]
-    assert [spec.layer_idx for spec in schedule if spec.keeps_candidates] == [20]
-    assert [spec.layer_idx for spec in schedule if spec.within_candidates] == [24, 28, 32, 36]
+    specs = v41_specs(V41Config.flash(), draft_layers=3)
+
+    def layers_with(selection: Selection) -> list[int]:
+        return [layer for layer, spec in enumerate(specs) if spec.selection is selection]
+
+    assert layers_with(Selection.NONE) == [0, 1, 40, 41, 42]
+    assert layers_with(Selection.TOP_K) == [2, 8, 14, 20, 24, 28, 32, 36]
+    assert len(layers_with(Selection.REUSE)) == 30
+    assert {layer: spec.ratio for layer, spec in enumerate(specs) if spec.ratio} == {2: 2, 8: 2, 14: 2, 20: 1}
+    assert all(spec.has_indexer == (spec.ratio > 0) for spec in specs)
+    sources = {layer: source_of(specs, layer) for layer in (1, 7, 8, 13, 19, 20, 36, 39)}
+    assert sources == {1: 1, 7: 2, 8: 8, 13: 8, 19: 14, 20: 20, 36: 20, 39: 20}
+    candidates = {layer: spec.candidates for layer, spec in enumerate(specs) if spec.candidates}
+    assert candidates == {20: (2048, 8, True), **dict.fromkeys((24, 28, 32, 36), (2048, 8, False))}
 
 
 def test_bytes():
     """The report's 890 B per token are 288 and 68 B for each entry of four layers. Our keys take 72 B."""
-    layout = v41_layout(v41_schedule(V41Config.flash()), torch.device("cpu"))
+    layout = CacheLayout(v41_specs(V41Config.flash()), torch.device("cpu"))
     entries_of_a_token = 3 / 2 + 1
     latent, key = 512 // 2 + 512 // 16, 128 // 2 + 128 // 32
     assert (latent + key) * entries_of_a_token == 890
@@ -141,7 +139,7 @@ def test_bytes():
     assert layout.slot_bytes == 40 * ring + 3 * 1024 * 4
     assert layout.snapshot_bytes == 40 * ring == 2_703_360
     assert (layout.token_bytes, layout.block_bytes) == (900, 115_200)
-    drafted = v41_layout(v41_schedule(V41Config.flash(), 3), torch.device("cpu"), draft_tokens=5, draft_layers=3)
+    drafted = CacheLayout(v41_specs(V41Config.flash(), 3, draft_tokens=5), torch.device("cpu"), draft_layers=3)
     assert drafted.slot_bytes == 43 * 133 * 528 + 3 * 3 * 1024 * 4
 
 
@@ -177,7 +175,7 @@ def rows_of_all_sizes() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kv_format", "trained"),
-    [(V41KVFormat.FP8, act_quant), (V41KVFormat.FP4, functools.partial(fp4_act_quant, block_size=16, e4m3_scale=True))],
+    [(KVFormat.MXFP8, act_quant), (KVFormat.NVFP4, functools.partial(fp4_act_quant, block_size=16, e4m3_scale=True))],
 )
 def test_rows_are_those_of_training(kv_format, trained):
     """The window has FP8 rows, the compressed entries FP4 rows."""
@@ -191,7 +189,7 @@ def test_rows_are_those_of_training(kv_format, trained):
 def test_layout_of_a_block():
     """All rows' data comes first, then their scales, as FlashMLA's V4.1 kernels read them."""
     x = rows_of_all_sizes()[6:8].float()
-    for kv_format in V41KVFormat:
+    for kv_format in (KVFormat.MXFP8, KVFormat.NVFP4):
         table = make_kv_buffers(1, 2, 2, kv_format, torch.device("cpu"))[0]
         KVBuffer(table, kv_format).write(torch.tensor([2, 3]), x)
         data, scales = kv_format.quantise(x)
@@ -208,8 +206,8 @@ def test_formats_equal_those_of_sglang():
         x.float().unflatten(-1, (-1, 32)).abs().amax(-1).amin(-1) <= 448e-4
     )  # FP8 scales have different floors (SPEC 11.4).
     for kv_format, layout, quantise, rows in (
-        (V41KVFormat.FP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
-        (V41KVFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
+        (KVFormat.MXFP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
+        (KVFormat.NVFP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
     ):
         assert (layout.data_bytes, layout.scale_bytes) == (kv_format.data_bytes, kv_format.scale_bytes)
         table = make_kv_buffers(1, 1, len(rows), kv_format, torch.device("cpu"))[0]

@@ -24,6 +24,7 @@ from support.backend import make_runner
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
 from dsv4_sglang.attention.registry import PortableAttention
 from dsv4_sglang.srt.attention import backend as backend_module
+from dsv4_sglang.srt.attention import layer_ops
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerOutput
 from dsv4_sglang.srt.models import attention
 from dsv4_sglang.srt.models.attention import CachedAttention
@@ -239,7 +240,7 @@ def test_graphs_keep_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     Padding heads of a query are zero in every step, inside CUDA graphs and outside them."""
     kernels = [FlashMLAAttention(), PortableAttention()]
     monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_dp_size=1))
-    monkeypatch.setattr(backend_module, "make_kernels", lambda *model: kernels)
+    monkeypatch.setattr(layer_ops, "make_kernels", lambda *model: kernels)
     backend = HybridCacheBackend(make_runner(4, heads=5, top_k=8))
     assert backend.query_buffer(3).shape == (3, 5, 512)
     backend.layers.kernel = kernels[0]

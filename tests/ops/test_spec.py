@@ -7,7 +7,7 @@ import torch
 from reference.quantise import round_e2m1
 from support.layer import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention, relative
 
-from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys, kv_entries
+from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys, quantise
 from dsv4_sglang.ops.rope import rope_table
 
 
@@ -151,16 +151,16 @@ def test_non_finite_entry_reaches_its_tokens_only(bad):
 def test_entry_scale_is_the_least_without_clipping(amax, exponent):
     x = torch.zeros(2, 448)
     x[:, 17] = amax
-    codes, e = kv_entries.quantise_e4m3(x)
+    codes, e = quantise.quantise_e4m3(x)
     assert (e.int() - 127).tolist() == [exponent] * 2
-    value = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
+    value = codes.view(torch.float8_e4m3fn).float() * quantise.exp2_of_biased(e)[:, None]
     assert value[0, 17].item() == pytest.approx(amax, rel=1 / 16)
 
 
 def test_e2m1_rounds_to_nearest_even_and_saturates():
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 0.2501, -0.75, -0.0, -9.0])
-    values = torch.tensor(index_keys._E2M1 + tuple(-v for v in index_keys._E2M1))
-    got = values[index_keys.e2m1_codes(x).long()].tolist()
+    values = torch.tensor(quantise._E2M1 + tuple(-v for v in quantise._E2M1))
+    got = values[quantise.e2m1_codes(x).long()].tolist()
     assert got == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 0.5, -1.0, -0.0, -6.0]
     assert round_e2m1(x.clamp(-6, 6)).tolist() == got, "of the oracle"
 

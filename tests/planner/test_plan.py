@@ -546,6 +546,7 @@ def test_the_command_has_every_choice() -> None:
         *("--max-running-requests", "64", "--chunked-prefill-size", "4096", "--mem-fraction-static", "0.9"),
         *("--context-length", "262144", "--hicache-size", "100"),
     )
+    assert re.search(r"^host cache: [\d,]+ tokens in 200 GB \(2 caches of 100\)$", printed, re.MULTILINE)
     values = command_of(printed)
     assert values["--tp-size"] == "4" and values["--dp-size"] == "2" and "--enable-dp-attention" in values
     assert values["--kv-cache-dtype"] == "bfloat16" and values["--context-length"] == "262144"
@@ -554,6 +555,14 @@ def test_the_command_has_every_choice() -> None:
     assert values["--hicache-size"] == "100" and "--enable-hierarchical-cache" in values
     assert from_override_args(values["--json-model-override-args"]) == Options(max_snapshots=400)
     assert not any("speculative" in word for word in values)
+
+
+def test_host_tokens_do_not_depend_on_the_processes() -> None:
+    """64 GiB hold what docs/guides/host_cache.md says, for two processes and for eight that share them."""
+    for count in ("2", "8"):
+        printed = invoke("--gpu", "h200", "--count", count, "--model", "flash", "--hicache-size", "69")
+        (tokens,) = re.findall(r"^host cache: ([\d,]+) tokens in 69 GB$", printed, re.MULTILINE)
+        assert int(tokens.replace(",", "")) // 10**5 == 173, tokens
 
 
 @pytest.mark.parametrize(

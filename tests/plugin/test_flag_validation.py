@@ -74,7 +74,9 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
 
 def arguments(**given: Any) -> ServerArgs:
     """Return ServerArgs. SGLang resolves nothing for the model path "dummy"."""
-    return ServerArgs(**{"model_path": "dummy", "device": "cuda", **given})
+    args = ServerArgs(**{"model_path": "dummy", "device": "cuda", **given})
+    args._cuda_graph_config_locked = set()
+    return args
 
 
 def config(**values: Any) -> SimpleNamespace:
@@ -255,12 +257,21 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
     asked = graphs()
     asked.prefill.max_bs = 1000
     args = arguments(cuda_graph_config=asked, **given)
-    args._cuda_graph_config_locked = set()
     prefill_graphs.switch_on(args)
     found = current_flags(args).cuda_graph_config.prefill
     assert found.backend == backend
     if backend == "breakable":
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
+
+
+def test_prefill_graphs_are_off_for_v41() -> None:
+    args = arguments(cuda_graph_config=graphs(prefill="breakable"))
+    prefill_graphs.switch_off(args)
+    assert current_flags(args).cuda_graph_config.prefill.backend == "disabled"
+    args._cuda_graph_config_locked = {("prefill", "backend")}
+    with pytest.raises(LaunchError) as rejected:
+        reject_given(args, config(model_type="deepseek_v41"), Options())
+    assert any(line.startswith("--cuda-graph-backend-prefill breakable is not") for line in rejected.value.args)
 
 
 def test_coordination_of_ranks_is_rejected_with_dp_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +307,17 @@ def test_random_weights_need_a_named_folder(monkeypatch: pytest.MonkeyPatch, sto
 @pytest.mark.parametrize(
     ("flags", "line", "folders"),
     [
-        ({"hicache_size": 12, "tp_size": 4}, r"--hicache-size 12: 4 x 12 GB .* 47 GB of .*; give less than 11$", []),
+        ({"hicache_size": 48, "tp_size": 4}, r"--hicache-size 48: 48 GB, but .* 47 GB of .*; give at most 47$", []),
+        (
+            {"hicache_size": 12, "tp_size": 8, "dp_size": 4, "enable_dp_attention": True},
+            r"--hicache-size 12: 12 GB for each of 4 ranks of DP attention, but .* 47 GB of .*; give at most 11$",
+            [],
+        ),
+        (
+            {"hicache_size": 24, "tp_size": 8, "dp_size": 4, "enable_dp_attention": True, "nnodes": 2},
+            r"--hicache-size 24: 24 GB for each of 2 ranks of DP attention, but .* 47 GB of .*; give at most 23$",
+            [],
+        ),
         ({"hicache_storage_backend": "nixl"}, r"-backend nixl: .* run `pip install nixl`", ["one", "two"]),
         ({"hicache_storage_backend": "mooncake"}, r"-backend mooncake: .* `pip install mooncake-transfer-engine`", []),
         ({"hicache_storage_backend": "file"}, r"folder /proc/one cannot be created: .*; set SGLANG_", ["one"]),
@@ -351,10 +372,7 @@ def test_another_model() -> None:
 V41: dict[str, dict[str, Any]] = {
     "--device cuda": {"device": "cuda"},
     "--speculative-algorithm DSPARK": {"speculative_algorithm": "DSPARK"},
-    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
-    "--tp-size 2": {"tp_size": 2},
-    "--enable-dp-attention": {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
     "the option entry_format fp32": {"options": Options(entry_format="fp32")},
     "the option indexer_format nvfp4": {"options": Options(indexer_format="nvfp4")},

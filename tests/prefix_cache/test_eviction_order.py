@@ -9,16 +9,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from support.eviction_scan import check_next_slot, check_sizes, priority
+from support.eviction_scan import check_next_slot, check_shares, check_sizes, priority
 from support.prefix_tree import BLOCK, TIMES, TreeServer, without_a_server
 
 from dsv4_sglang.srt.host_cache import evictions
 from dsv4_sglang.srt.host_cache.evictions import HostEvictionOrder
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache.eviction_order import Ranking
+from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, Hint
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
+from dsv4_sglang.srt.prefix_cache.policy import EVERY
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE as DEVICE_PLACE
+from dsv4_sglang.srt.prefix_cache.tenants import HOST, Room, TenantShares, above_share
 
 CAPACITY, ROWS = 24, 8
 DEVICE = range(1, CAPACITY + 1)
@@ -29,7 +33,13 @@ class RandomRegistry:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.registry = SnapshotRegistry(CAPACITY, ROWS)
+        # With an odd seed, tenants have shares.
+        rooms = Room(200 * BLOCK, CAPACITY), Room(60 * BLOCK, ROWS)
+        shares = TenantShares(20, rooms, CAPACITY + ROWS + 1) if seed % 2 else None
+        self.registry = SnapshotRegistry(CAPACITY, ROWS, shares=shares)
+        # All hints are trusted, so that each has an effect.
+        self.registry.hints.trust.trusts = lambda hint: True  # type: ignore[method-assign]
+        self.seconds = 0
         # Snapshots whose numbers changed since this set was cleared.
         self.renumbered: set[int] = set()
 
@@ -39,7 +49,8 @@ class RandomRegistry:
 
     def change(self) -> str:
         """Make one change, and return its name."""
-        kind = self.rng.choice(("add", "add", "use", "lock", "unlock", "remove", "move", "leaf", "tick", "ghost_hit"))
+        kinds = ("add", "add", "use", "lock", "unlock", "remove", "move", "leaf", "tick", "ghost_hit", "hint", "time")
+        kind = self.rng.choice(kinds)
         registry, rng = self.registry, self.rng
         held = self.one(lambda n: bool(registry.in_registry[n]))
         idle = self.one(lambda n: bool(registry.in_registry[n]) and not registry.locks[n])
@@ -50,7 +61,11 @@ class RandomRegistry:
             above = int(registry.length[previous])
             room = min((int(registry.length[n]) for n in below), default=above + 40 * BLOCK) - above
             if room > BLOCK:
-                registry.add(free, above + rng.randrange(1, room // BLOCK) * BLOCK, previous, below)
+                shares = registry.shares
+                tenant = rng.choice("abcdef")
+                if shares is not None and previous:
+                    tenant = shares.names[int(shares.of[previous])]
+                registry.add(free, above + rng.randrange(1, room // BLOCK) * BLOCK, previous, below, tenant=tenant)
         elif kind == "use" and held:
             registry.use(held)
         elif kind == "lock" and held:
@@ -69,6 +84,11 @@ class RandomRegistry:
             registry.tick()
         elif kind == "ghost_hit":
             registry.ghost_hit([rng.randrange(1, 5)])
+        elif kind == "hint" and held:
+            registry.hint(held, Hint(rng.choice((DEMOTED, 2.0, 16.0)), ""), rng.choice((None, self.seconds + 9)))
+        elif kind == "time":
+            self.seconds += 1
+            registry.end_hints(self.seconds)
         return kind
 
 
@@ -76,7 +96,8 @@ def next_evicted(registry: SnapshotRegistry, marked: list[int], tokens: int, slo
     """Return what `EvictionPolicy.next_evicted` returns, by sorting everything. `marked`: the last result."""
     here = [n for n in range(1, CAPACITY + 1) if registry.in_registry[n]]
     free = [n for n in here if not registry.locks[n] or (n in marked and registry.copies.is_saved(n))]
-    score, interval = registry.policy.eviction_score(), registry.policy.reuse_interval()
+    factor = above_share(registry.shares, EVERY, DEVICE_PLACE)
+    score, interval = registry.policy.eviction_score() * factor, registry.policy.reuse_interval() * factor
     going: dict[int, None] = {}
     for number in sorted(here, key=lambda n: -score[n]) if slots > 0 else ():
         going[number] = None
@@ -108,8 +129,10 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
         seen.add(of.change())
         check_next_slot(registry)
         check_sizes(registry)
+        check_shares(registry)
         assert not list(registry.policy.misplaced())
-        leaves, interval = list(registry.policy.leaves.entries), registry.policy.reuse_interval()
+        leaves = list(registry.policy.leaves.entries)
+        interval = registry.policy.reuse_interval() * above_share(registry.shares, EVERY, DEVICE_PLACE)
         longest = max((float(interval[n]) for n in leaves), default=0.0)
         victim = registry.policy.next_leaf()
         assert float(interval[victim]) == pytest.approx(longest, rel=1e-14) if leaves else victim == 0
@@ -123,20 +146,22 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
             for number in expected:
                 if of.rng.random() < 0.5 and not registry.copies.is_saved(number):
                     registry.note_copy(CopyEvent.SAVE, number)
-    assert len(seen) == 9
+    assert len(seen) == 11
 
 
 def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
     """Return the value of the host copy of each snapshot. Duplicates of what the device keeps have negative ones."""
-    value = 1 / (registry.policy.eviction_score() if for_rows else registry.policy.reuse_interval())
+    scores = registry.policy.eviction_score() if for_rows else registry.policy.reuse_interval()
+    value = 1 / (scores * above_share(registry.shares, EVERY, HOST))
     return np.where(registry.policy.duplicates(), -value, value)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("for_rows", [False, True])
-def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool) -> None:
+def test_host_order_equals_a_full_sort(monkeypatch: pytest.MonkeyPatch, for_rows: bool, seed: int) -> None:
     """The order is sorted in parts, and ends of paths are inserted meanwhile."""
     monkeypatch.setattr(evictions, "READ_AT_FIRST", 2)
-    of, longest = RandomRegistry(1), 0
+    of, longest = RandomRegistry(seed), 0
     registry, rng = of.registry, of.rng
     for _ in range(60 * TIMES):
         for _ in range(5):

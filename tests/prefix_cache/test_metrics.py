@@ -18,7 +18,15 @@ from support.prefix_tree import BLOCK, without_a_server
 
 from dsv4_sglang.srt.prefix_cache import copy_timer, metrics
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
-from dsv4_sglang.srt.prefix_cache.metrics import HISTOGRAM, HOST, HOST_METRICS, METRICS, CacheMetrics, Metric
+from dsv4_sglang.srt.prefix_cache.metrics import (
+    HISTOGRAM,
+    HOST,
+    HOST_METRICS,
+    METRICS,
+    TENANT_METRICS,
+    CacheMetrics,
+    Metric,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -28,7 +36,7 @@ from types import SimpleNamespace
 from prometheus_client import generate_latest
 from dsv4_sglang.srt.prefix_cache.metrics import CacheMetrics
 slots = SimpleNamespace(timer=SimpleNamespace(), waits=SimpleNamespace())
-CacheMetrics(slots, enabled=True, rank=0, silent=False, host=True)
+CacheMetrics(slots, enabled=True, rank=0, silent=False, host=True, tenants=True)
 text = generate_latest().decode()
 print("\\n".join(line for line in text.splitlines() if "dsv4_" in line and "_created" not in line))
 """
@@ -92,7 +100,7 @@ def test_each_event_counts_once() -> None:
 
 def test_the_page_lists_what_the_code_publishes() -> None:
     rows = {name: (kind, text) for name, kind, text in ROW.findall(PAGE.read_text())}
-    known = {metric.exposed: metric for metric in (*METRICS, *HOST_METRICS)}
+    known = {metric.exposed: metric for metric in (*METRICS, *HOST_METRICS, *TENANT_METRICS)}
     assert rows.keys() == known.keys()
     for name, (kind, text) in rows.items():
         assert kind == known[name].kind, name
@@ -104,7 +112,7 @@ def test_the_page_lists_what_the_code_publishes() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
 def test_prometheus_has_no_complaint() -> None:
     page = subprocess.run([sys.executable, "-c", PUBLISH], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert page.count("# TYPE") == len(METRICS) + len(HOST_METRICS)
+    assert page.count("# TYPE") == len(METRICS) + len(HOST_METRICS) + len(TENANT_METRICS)
     checked = subprocess.run(["promtool", "check", "metrics"], input=page + "\n", capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -286,12 +294,15 @@ def test_bytes_of_the_host_cache(counted: Any) -> None:
 
 def test_gauges(counted: Any) -> None:
     counted.attach(*pools(), CopyTimer("cpu"), CopyTimer("cpu"))
+    counted.pins = SimpleNamespace(tokens=256, most_tokens=512)
     counted.publish()
     gauges = {metric.name: published(counted, metric, value) for metric, value in ALL if metric.kind == "gauge"}
     del gauges["build_info"]
     assert gauges == {
         "snapshots": 7,
         "snapshot_capacity": 9,
+        "pinned_tokens": 256,
+        "pin_capacity_tokens": 512,
         "host_tokens": 5 * BLOCK,
         "host_capacity_tokens": 40 * BLOCK,
         "host_snapshots": 6,

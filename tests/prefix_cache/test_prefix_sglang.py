@@ -369,7 +369,7 @@ def test_idle_checks_of_the_tree_are_cheap(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
-    hits = 0
+    hits, tenants = 0, (None,) if server.component.slots.tenant_percent is None else (None, "a", "b", "c")
     for _ in range(steps):
         kind = rng.random()
         some = rng.choice(server.running) if server.running else None
@@ -380,7 +380,9 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
                 line = rng.choice(lines)
                 base = line[: rng.randint(0, len(line))]
             keys = [*base, *(rng.randrange(3) for _ in range(rng.randint(1, 8)))]
-            request = server.admit(keys, rng.choice((0, 1, 2, 64, 127)))
+            request = server.admit(keys, rng.choice((0, 1, 2, 64, 127)), rng.choice(tenants))
+            if request is not None and rng.random() < 0.4:
+                server.give_hints(request, rng)
             hits += request is not None and len(request.prefix_indices) > 0
         elif kind < 0.5:
             server.prefill(some)
@@ -431,7 +433,9 @@ def test_random_steps_lose_no_block_or_slot() -> None:
             snapshots=rng.randint(1, 12),
             interval=rng.randint(1, 5),
             chunk=rng.randint(1, 6),
+            tenant_percent=rng.choice((None, None, 10, 40)),
         )
+        server.limit_pins()
         hits += random_steps(server, rng, 300)
     assert hits > 100
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from dsv4_sglang.formats import KVBuffer, KVFormat, index_keys
+from dsv4_sglang.formats import KVBuffer, KVFormat, index_keys, quantise
 from dsv4_sglang.testing.quantise import fp8_entries
 from dsv4_sglang.testing.tiny import make_tiny
 from dsv4_sglang.testing.tiny_config import TinySpec
@@ -111,8 +111,8 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
     table.write(at, x)
     assert torch.equal(table.read(at), fp8_entries(x))
     keys = x[:, :128]
-    packed, scales = index_keys.quantise_mxfp4(index_keys.hadamard(keys.bfloat16().float()))
-    differ = (index_keys.dequantise_fp4(packed, scales) != mxfp4_keys(keys)).float().mean()
+    packed, scales = quantise.quantise_mxfp4(index_keys.hadamard(keys.bfloat16().float()))
+    differ = (quantise.dequantise_fp4(packed, scales) != mxfp4_keys(keys)).float().mean()
     assert differ < 1e-4  # The two transforms add in different orders, which can move a value across a rounding edge.
 
 

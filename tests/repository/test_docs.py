@@ -111,7 +111,7 @@ def words(page: Path) -> int:
 
 def test_pages_are_short() -> None:
     assert words(ROOT / "README.md") <= 900
-    assert sum(map(words, (ROOT / "docs").rglob("*.md"))) <= 18_000
+    assert sum(map(words, (ROOT / "docs").rglob("*.md"))) <= 18_750
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -171,6 +171,14 @@ FIGURES = [
         *("tier_trace", {}, "hit_of_ideal", "{:.1%}"),
     ),
     (RESULTS, "DP attention: tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,.0f}"),
+    *(
+        (RESULTS, f"DP attention: decode tokens/s, {n} requests", DP2, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        for n in (16, 64, 256)
+    ),
+    (RESULTS, "tokens in the cache", ROUNDS, {"measure": TOKENS}, "value", "{:,.0f}"),
+    (RESULTS, "first start, all kernels to compile", ROUNDS, {"measure": "start s"}, "value", "{:.0f} s"),
+    (README, "tokens in the cache with EAGLE, 3 drafts", ROUNDS, {"measure": TOKENS}, "value", "{:.1f} M"),
+    (README, "first start, kernels to compile, EAGLE", ROUNDS, {"measure": "start s"}, "value", "{:.0f} s"),
     *((RESULTS, f"speculative round, {n} requests", ROUNDS, {"at": n}, "step_ms", "{:.1f} ms") for n in (16, 64, 256)),
     *(
         (RESULTS, f"{new:,} x 1", "turns", {"load": f"20000+{new}x1"}, "first_token_ms", "{:.1f} ms")

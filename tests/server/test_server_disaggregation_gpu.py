@@ -59,10 +59,10 @@ def servers(name: str, plugin: Path, model: Path, tmp_path_factory: pytest.TempP
     if "--tp-size" not in both:
         decode = (*decode, "--base-gpu-id", "1")
     with pytest.MonkeyPatch.context() as patch:
-        # Both servers allocate memory at the same time.
+        # Both servers allocate memory at the same time, and the first requests wait for kernels to compile.
         patch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
         for wait in ("WAITING", "BOOTSTRAP"):
-            patch.setenv(f"SGLANG_DISAGGREGATION_{wait}_TIMEOUT", "60")
+            patch.setenv(f"SGLANG_DISAGGREGATION_{wait}_TIMEOUT", "300")
         with a_pair(model, tmp_path_factory.mktemp("apart"), flags, prefill, decode) as servers:
             yield servers
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from reference.oracle import Oracle
-from support.server import FP32, Server, assert_burst, assert_same, distances, on_rank, prompt
+from support.server import FP32, HOST_CACHE, Server, assert_burst, assert_same, distances, mappings_of, on_rank, prompt
 from support.server_plugin import broken
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
@@ -18,7 +18,7 @@ TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
-FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
+FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512", *HOST_CACHE)
 CUDA_LAYERS = True
 OPTIONS = {**FP32, "max_snapshots": 12}
 # (tokens, tokens to generate, rank). Odd numbers of tokens are padded to even ones.
@@ -34,6 +34,12 @@ def test_two_processes_a_rank(server: Server, oracle: Oracle) -> None:
     assert distances(oracle, ids, cold).max() <= TOLERANCE
     assert_same(warm, cold, TOLERANCE)
     server.wait_idle()
+
+
+def test_ranks_have_a_host_cache_each(server: Server) -> None:
+    """The two processes of a rank share one. Tests of its contents are in test_server_shared_host.py."""
+    segments = [tuple(found["inode"] for found in process) for process in mappings_of(server)]
+    assert sorted(map(segments.count, set(segments))) == [2, 2] and len({*sum(segments, ())}) == 4
 
 
 @pytest.mark.parametrize("kind", ["experts see tokens of one rank", "padding owns a request's slot"])

@@ -155,14 +155,16 @@ def page(server: Server) -> dict[str, Any]:
 
 
 def test_all_routes_are_known(page: dict[str, Any], tmp_path: Path) -> None:
-    """/openapi.json, UNLISTED and SOCKETS are all routes of SGLang's HTTP server and the one that this package adds."""
+    """/openapi.json, UNLISTED and SOCKETS are all routes of SGLang's HTTP server and those that this package adds."""
     file = tmp_path / "routes"
     server_forkserver.run(
         Command([sys.executable, "-m", "support.server_routes", str(file)], cpu_environment()), tmp_path / "log"
     )
     routes = dict(line.replace(":path}", "}").split() for line in file.read_text().splitlines())
     assert {path for path, kind in routes.items() if "WebSocket" in kind} == {*SOCKETS}
-    assert {*routes, "/metrics", "/dsv4/lookup"} == page["paths"].keys() | UNLISTED.keys() | {*SOCKETS}
+    assert {*routes, "/metrics", "/dsv4/lookup", "/dsv4/prefetch"} == page["paths"].keys() | UNLISTED.keys() | {
+        *SOCKETS
+    }
 
 
 def test_every_endpoint(server: Server, right: list[int], page: dict[str, Any]) -> None:

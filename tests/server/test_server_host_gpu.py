@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.server import DRAFTS, Generated, Server, assert_as_cold, prompt, running
+from support.server import DRAFTS, Generated, Server, assert_as_cold, assert_one_copy, only, prompt, running
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
@@ -60,6 +60,11 @@ def test_next_turns_while_others_decode(server: Server) -> None:
     asked["the other"] = ids, Generated(whole.tokens[-100:], whole.logprobs[-100:], 0)
     assert_as_cold(server, asked)
     server.wait_idle()
+
+
+@only("write_through, two GPUs")
+def test_processes_hold_one_copy(server: Server) -> None:
+    assert_one_copy(server)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import CacheLayout, StateStorage
-from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, kv_entries, quantise
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 from dsv4_sglang.standalone import LayerCacheSchema, PagedKVPool, StateCachePool, build_schema
 
@@ -79,7 +79,7 @@ def test_key_views(device: torch.device) -> None:
     table = KVBuffer(pool.index_keys, KeyFormat.MXFP4)
     table.write(at, data)
     packed, scales = pool.indexer_keys_fp4.reshape(-1, 64), pool.indexer_scales.reshape(-1, 8).view(torch.uint8)
-    read = index_keys.dequantise_fp4(packed, scales)
+    read = quantise.dequantise_fp4(packed, scales)
     assert torch.equal(read, table.read(at))
     assert (read - data).norm() / data.norm() < 0.13
 

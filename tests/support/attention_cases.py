@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.attention.metadata import StepMetadata, build_prefill
+from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.reference import read
@@ -18,6 +19,8 @@ from dsv4_sglang.ops.rope import rope_table
 
 SCALE = 512**-0.5
 GARBAGE = 1 << 30  # behind the length of a list
+# Formats of DeepSeek-V4.1, as arguments of `attend_case`.
+BLOCK_SCALED = {"kv_format": KVFormat.MXFP8, "entry_format": KVFormat.NVFP4}
 
 
 def rope(positions: int = 4096) -> Tensor:
@@ -27,7 +30,8 @@ def rope(positions: int = 4096) -> Tensor:
 def kv_buffer(
     blocks: int, per_block: int, kv_format: KVFormat, used: Tensor, spread: float, g: torch.Generator
 ) -> Tensor:
-    """A table of random rows where `used`, else of NaN bytes, which no attention kernel may let through."""
+    """A table of random rows where `used`, else of NaN bytes, which no attention kernel may let through. With several
+    scales to an entry, also rows differ by powers of ten, and the first row has a scale of its smallest value."""
     table = torch.empty(blocks, per_block, kv_format.width, dtype=kv_format.dtype)
     table.view(torch.uint8).fill_(0xFF)
     if len(used):
@@ -35,6 +39,9 @@ def kv_buffer(
         values = torch.randn(len(used), kv_entries.ENTRY_DIM, generator=g) * spread
         values[:, 300:310] *= 1e-2
         values[:, 310:320] *= 1e-3
+        if kv_format in (KVFormat.MXFP8, KVFormat.NVFP4):
+            values *= 10.0 ** (torch.arange(len(used)) % 4 - 2)[:, None]
+            values[0, :32] = 0
         KVBuffer(table, kv_format).write(used, values)
     return table
 
@@ -57,11 +64,12 @@ class AttendCase:
     kv_format: KVFormat = KVFormat.FP8
     entry_owner: Tensor | None = None
     ratio: int = 0
+    entry_format: KVFormat | None = None
 
     def args(self, device: torch.device | str = "cpu") -> tuple:
         moved = [x.to(device) if isinstance(x, Tensor) else x for x in vars(self).values()]
-        *tensors, _, owner, _ = moved
-        return *tensors, self.kv_format.code, owner
+        *tensors, _, owner, _, _ = moved
+        return *tensors, self.kv_format.code, owner, None if self.entry_format is None else self.entry_format.code
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, AttendInputs]:
         """Return the query and the other inputs of an attention kernel's `attend`."""
@@ -90,6 +98,7 @@ def attend_case(
     heads: int,
     width: int | None,
     kv_format: KVFormat = KVFormat.FP8,
+    entry_format: KVFormat | None = None,
     q_dtype: torch.dtype = torch.bfloat16,
     per_block: int | None = 32,
     ring_rows: int = 128,
@@ -97,9 +106,10 @@ def attend_case(
     shared: int = 0,
     seed: int = 0,
 ) -> AttendCase:
-    """`lens`: (window, entries) a token, cycled; default every corner. `width`: of the entry list, None: no entries;
-    `per_block`: rows a block of the entry table, None: one block, with an odd number of rows; `ring_rows`: rows a block
-    of the window table; `shared`: number of entry lists, which the tokens share, 0: one a token.
+    """`entry_format`: of compressed entries, None: `kv_format`. `lens`: (window, entries) a token, cycled; default
+    every corner. `width`: of the entry list, None: no entries; `per_block`: rows a block of the entry table, None: one
+    block, with an odd number of rows; `ring_rows`: rows a block of the window table; `shared`: number of entry lists,
+    which the tokens share, 0: one a token.
     """
     g = torch.Generator().manual_seed(seed)
     k = width or 0
@@ -121,7 +131,7 @@ def attend_case(
         list_lens = torch.full((shared,), width) if shared else entry_lens
         entry_indices = _list(shared or tokens, width, list_lens, blocks * per_block, g)
         used = entry_indices[(entry_indices >= 0) & (entry_indices < GARBAGE)].unique()
-        entries = kv_buffer(blocks, per_block, kv_format, used, 3.0, g)
+        entries = kv_buffer(blocks, per_block, entry_format or kv_format, used, 3.0, g)
     sink = torch.randn(heads, generator=g)
     for i, extreme in enumerate((1e4, -1e4, float("-inf"), 30.0)):
         if heads > 4:
@@ -138,6 +148,7 @@ def attend_case(
         positions=torch.randint(0, 4096, (tokens,), generator=g),
         rope=rope(),
         kv_format=kv_format,
+        entry_format=entry_format,
         entry_owner=torch.randint(0, shared, (tokens,), generator=g).int() if shared else None,
     )
 
@@ -161,14 +172,14 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         state_slot_of_request=torch.arange(4),
         staging_slots=None,
         snapshot_lens=None,
-        top_k=top,
+        limits=v4_limits(top),
         max_length=int(lengths.max()),
         padding=padding,
     )
     entries = entry_indices = entry_lens = entry_owner = None
     if ratio == 4:
         entries = kv_buffer(8, 32, kv_format, torch.arange(256), 3.0, g)
-        entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.csa_lens
+        entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.entry_lens[4]
         for t, n in enumerate(entry_lens.tolist()):
             entry = torch.randperm((int(positions[t]) + 1) // 4, generator=g)[:n].sort().values
             entry_indices[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32
@@ -229,7 +240,7 @@ def assert_quantised(codes: Tensor, scales: Tensor, values: Tensor, share: float
 
 @dataclass
 class IndexInputs:
-    """The first arguments of `index_topk` and `index_topk_v41`, in order."""
+    """The first arguments of `index_topk`, in order."""
 
     q: Tensor
     weights: Tensor

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dsv4_sglang.cache import CacheLayout
+from dsv4_sglang.cache import CacheLayout, v4_specs
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
@@ -45,7 +45,7 @@ def make_runner(
     """
     config = DSV4Config.flash()
     schedule = [spec for spec in build_schedule(config) if spec.attn.ratio == ratio][:1]
-    layout = CacheLayout.build(config, schedule, torch.device(device), kv_format=formats[0], key_format=formats[1])
+    layout = CacheLayout(v4_specs(config, schedule, kv_format=formats[0], key_format=formats[1]), torch.device(device))
     params = StateParams.of(layout, staging, snapshots)
     slots = StateSlotPool(size=requests, cache_params=params, mamba_layer_ids=[0], device=device)
     size = requests * context

@@ -7,19 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsv4_sglang.srt.prefix_cache.policy import EVERY
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, PLACES, above_share
 
 
 def priority(slots: SnapshotSlots, leaf: Any) -> tuple[float, float]:
     """Return the priority of a leaf, smallest first: leaves without a snapshot by their last access, then the others by
     reuse interval."""
-    number = slots.id_of(leaf)
-    return (
-        (-float(slots.registry.policy.reuse_interval()[number]), 0.0)
-        if number
-        else (-float("inf"), leaf.last_access_time)
-    )
+    number, registry = slots.id_of(leaf), slots.registry
+    scores = registry.policy.reuse_interval() * above_share(registry.shares, EVERY, DEVICE)
+    return (-float(scores[number]), 0.0) if number else (-float("inf"), leaf.last_access_time)
 
 
 def check_next_leaf(slots: SnapshotSlots, leaves: Any) -> None:
@@ -33,7 +32,8 @@ def check_next_leaf(slots: SnapshotSlots, leaves: Any) -> None:
 def check_next_slot(registry: SnapshotRegistry) -> None:
     """Assert that the next snapshot to evict for its slot is the one that a scan of the columns finds."""
     evictable = (registry.in_registry & (registry.locks == 0))[: registry.capacity + 1]
-    score = np.where(evictable, registry.policy.eviction_score()[: len(evictable)], 0.0)
+    scores = registry.policy.eviction_score() * above_share(registry.shares, EVERY, DEVICE)
+    score = np.where(evictable, scores[: len(evictable)], 0.0)
     assert (
         registry.followers.tolist()
         == np.bincount(registry.previous[registry.in_registry], minlength=len(registry.in_registry)).tolist()
@@ -51,3 +51,22 @@ def check_sizes(registry: SnapshotRegistry) -> None:
         for ranking in order.rankings():
             assert ranking.entries <= 2 * len(ranking) + 16
         assert sum(len(ranking) for ranking in order.rankings()) == 2 * len(order)
+
+
+def check_shares(registry: SnapshotRegistry) -> None:
+    """Assert that the counts of tenants, and those above their share, are those of a full scan."""
+    shares = registry.shares
+    if shares is None:
+        return
+    for place in PLACES:
+        held: dict[int, tuple[int, int]] = {}
+        for number in np.flatnonzero(registry.in_registry).tolist():
+            if (number > registry.capacity) == (place == HOST):
+                tokens, snapshots = held.get(int(shares.of[number]), (0, 0))
+                tokens += int(registry.length[number] - registry.length[registry.previous[number]])
+                held[int(shares.of[number])] = tokens, snapshots + 1
+        assert held == shares.held[place]
+        room = shares._rooms[place]
+        above = {of for of, now in held.items() if any(100 * n > shares.percent * m for n, m in zip(now, room))}
+        assert above == shares.above[place]
+    assert shares.names.keys() == shares.held[DEVICE].keys() | shares.held[HOST].keys()

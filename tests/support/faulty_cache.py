@@ -8,7 +8,8 @@
 - host cache: "the row behind each", "a snapshot of somebody else", "a load does not end". With "loads come late" each
   load is delayed until a step waits for it, which is not a fault: loads on a CPU are synchronous otherwise, so a step
   without the wait would still read correct data. "layer N is not waited for" and "the snapshot is not waited for"
-  include this delay.
+  include this delay. In the last process of a TP group only: "a process saves slowly", "a process is killed in a
+  save", "a process is killed in a load".
 - transfers between servers: "the last block stays behind", "the slot stays behind". With "the end of a prompt is held"
   a prefill server sends all but the last chunk, writes HOLDING to the file and waits until the file is deleted.
 - DeepSeek-V4.1: "snapshots with empty rings", "candidates of nobody"
@@ -19,6 +20,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,16 +36,19 @@ HOLDING = "one is held"
 DROPPED = {"previous rows dropped": slice(0, 512), "indexer compressor state dropped": slice(512, 640)}
 
 
+def _is_last_process() -> bool:
+    from sglang.srt.runtime_context import get_parallel
+
+    return bool(get_parallel().tp_rank == get_parallel().tp_size - 1)
+
+
 def _forward(
     original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **kw: Any
 ) -> Any:
     if layer.layer_id != backend.last_layer:
         return original(backend, q, k, v, layer, *rest, **kw)
-    if fault() == "a kernel fails":
-        from sglang.srt.runtime_context import get_parallel
-
-        if get_parallel().tp_rank == get_parallel().tp_size - 1:
-            raise RuntimeError(LAUNCH_ERROR)
+    if fault() == "a kernel fails" and _is_last_process():
+        raise RuntimeError(LAUNCH_ERROR)
     if (staged := backend.snapshots.staged) is not None and fault() == "the state at the end of the step":
         # Use the live slot instead of the staging slots; tests of this fault run one request per step.
         backend.snapshots.staged = staged._replace(src=backend.metadata.slots[:1].expand_as(staged.src).contiguous())
@@ -65,10 +70,11 @@ def _store(original: Callable[..., None], state: Any, slots: Any, snapshots: Any
             state._all_rings[:, state.num_slots + snapshot - 1] = 0
 
 
-def _select(original: Callable[..., None], step: Any, layer: int, *arguments: Any) -> None:
-    if step.schedule[layer].within_candidates and fault() == "candidates of nobody":
-        step._candidates = step._candidates.clamp(max=0)
-    original(step, layer, *arguments)
+def _candidates(original: Callable[..., Any], ops: Any, layer: int, tokens: int) -> Any:
+    size, kept, within = original(ops, layer, tokens)
+    if within is not None and fault() == "candidates of nobody":
+        within = within.clamp(max=0)
+    return size, kept, within
 
 
 def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, snapshots: Any, live: Any) -> None:
@@ -159,11 +165,23 @@ def _load(copy: Callable[[], None]) -> None:
         copy()
 
 
+def _save_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: Any) -> None:
+    if fault() == "a process saves slowly" and _is_last_process():
+        time.sleep(1)
+    if fault() == "a process is killed in a save" and _is_last_process():
+        half = len(rows) // 2
+        original(pool, blocks[:half], rows[:half])
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(pool, blocks, rows)
+
+
 def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: Any, layer: int) -> None:
     _record_load(f"layer {layer}: {rows.tolist()} to {blocks.tolist()}")
     # Hang after the first layer with entries, in the scheduler process, which does the copies on a CPU.
     while fault() == "a load does not end" and layer > 0:
         time.sleep(0.1)
+    if fault() == "a process is killed in a load" and layer > 0 and _is_last_process():
+        os.kill(os.getpid(), signal.SIGKILL)
     # Use the next row, which has different content. A permutation of the rows of one prompt would go unnoticed, because
     # attention reads all entries.
     others = fault() == "the row behind each"
@@ -193,12 +211,13 @@ def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = 
 HOOKS: dict[str, Callable[..., Any]] = {
     "dsv4_sglang.srt.attention.backend.HybridCacheBackend.forward": _forward,
     "dsv4_sglang.cache.state_cache.StateStorage.store": _store,
-    "dsv4_sglang.cache.v41_step.V41Step.select": _select,
+    "dsv4_sglang.srt.attention.layer_ops.LayerOps._candidates": _candidates,
     "dsv4_sglang.srt.prefix_cache.slots.SnapshotSlots.load_to_active": _load_to_active,
     "dsv4_sglang.srt.prefix_cache.registry.SnapshotRegistry.unlock": _unlock,
     "dsv4_sglang.srt.attention.collectives.gather_from_copy": _gather,
     "dsv4_sglang.attention.metadata.build_prefill": _build_prefill,
     "dsv4_sglang.attention.step_buffers.PrefillBuffers.fill": _fill,
+    "dsv4_sglang.cache.host_rows.HostBlockPool.save": _save_blocks,
     "dsv4_sglang.cache.host_rows.HostBlockPool.load": _load_blocks,
     "dsv4_sglang.cache.host_rows.HostSnapshotPool.load": _load_snapshot,
     "dsv4_sglang.srt.memory.pools.CacheKVPool.wait_for_layer": _wait_for_layer,

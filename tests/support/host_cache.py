@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import sglang.srt.managers.cache_controller as base_controller
 import torch
+import torch.distributed as dist
 from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InitLoadBackParams, MatchPrefixParams
@@ -75,7 +76,7 @@ class Blocks(KVCache):
     def __init__(self, blocks: int) -> None:
         self.size, self.page_size, self.device, self.layer_num = blocks * BLOCK, BLOCK, "cpu", len(WITH_BLOCKS)
         self.compressed_layers = list(WITH_BLOCKS)
-        schema = SimpleNamespace(kv_format=KVFormat.FP32, key_format=KeyFormat.FP32)
+        schema = SimpleNamespace(ring_format=KVFormat.FP32, entry_format=KVFormat.FP32, key_format=KeyFormat.FP32)
         self.layout = SimpleNamespace(schemas=[schema] * LAYERS)
         self.tokens = {layer: torch.zeros(blocks + 1, BLOCK, dtype=torch.int64) for layer in WITH_BLOCKS}
         self.pools = [
@@ -169,26 +170,33 @@ class HostCacheServer(BlockOwner):
         aborts: float = 0.02,
         flushes: float = 0,
         extra_config: dict[str, Any] | None = None,
+        group: Any = None,
     ) -> None:
         """Create the tree, the pools and the controller.
 
         Args:
+            seed: Seed of the requests and, with the rank in `group`, of the order in which streams run.
             storage: `file` for SGLang's file storage; `nixl` for NIXL's, with the folder from its environment variable.
             late_threads: Run the threads that move pages late and in random order, too.
             chunks: Probability that a prefill step is not the last of its prompt.
             aborts: Probability that a request is aborted, either while it waits or after a step.
             flushes: Probability that an iteration begins a flush.
             extra_config: Configuration of the storage.
+            group: Gloo group of processes that share the host rows. Each has such a server with equal arguments.
         """
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
         self.rng = random.Random(seed)
-        self.streams = Streams(seed + 1)
+        self.streams = Streams(seed + 1 + 1000 * rank)
         self.streams.use(monkeypatch)
         late_copies(monkeypatch, self.streams)
         monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(None, host_snapshots)])
         if storage is not None:
             register_storages()
-            alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
-            monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
+            parallel = SimpleNamespace(
+                tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
+            )
+            monkeypatch.setattr(base_controller, "get_parallel", lambda: parallel)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
             if late_threads:
                 self.streams.use_threads(monkeypatch)
@@ -215,6 +223,7 @@ class HostCacheServer(BlockOwner):
             json_model_override_args="{}",
             download_dir=None,
             enable_memory_saver=True,
+            node_rank=0,
             # Newer releases read these settings by the mode of the host memory.
             hicache_host_memory_mode="cache",
             file_storage_path=None,
@@ -254,6 +263,8 @@ class HostCacheServer(BlockOwner):
         # Errors: steps that read wrong bytes, and wrong evictions.
         self.wrong: list[str] = []
         self.last: tuple[list[tuple[Request, str]], Event] | None = None
+        # If set, requests get random hints.
+        self.hint_rng: random.Random | None = None
         self.from_host = self.admitted = 0
         self.copies_fail = False
         self._watch(monkeypatch)
@@ -518,6 +529,8 @@ class HostCacheServer(BlockOwner):
             return None  # its load may still be running
         self._consumer = cache.ready_to_load_host_cache()
         source = self._take_slots(request)
+        if self.hint_rng is not None:
+            self.give_hints(request, self.hint_rng)
         end, taken = self._chunk(request, begin)
         self.done["admitted"] += 1
         return self._step(request, begin, end, source, taken)
@@ -659,6 +672,7 @@ class HostCacheServer(BlockOwner):
         assert not found.findings, str(found)
         self.check_events()
         self.check_orders()
+        self.check_pins()
         cache = self.cache
         for node in cache.tree_core._collect_all_nodes():
             if (

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
-from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.cache.step import StepMetadata, v4_limits
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.geometry import StateRows, state_rows
@@ -123,7 +123,8 @@ class Layer:
     def __post_init__(self) -> None:
         a = self.attention
         self.rope = rope_table(self.blocks * 128, frequencies(self.ratio))
-        self.kv_format, self.key_format = KVFormat(self.rows), KeyFormat(self.keys)
+        self.kv_format = self.ring_format = KVFormat(self.rows)
+        self.key_format = KeyFormat(self.keys)
         width, dtype = self.kv_format.width, self.kv_format.dtype
         self.ring = undefined((self.slots, self.sizes.ring, width), dtype)
         self.entries = self.index_keys = self.compressor_state = None
@@ -254,5 +255,6 @@ def make_step(
         positions=positions,
         out_loc=table[request, positions // 128].long() * 128 + positions % 128,
         block_table=table,
+        limits=v4_limits(),
         decode_ring_rows=ring_rows,
     )

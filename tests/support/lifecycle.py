@@ -133,6 +133,19 @@ def _ask(rng: random.Random, shape: Shape, first: int, number: int) -> Ask:
     )
 
 
+def _hints(rng: random.Random) -> list[dict[str, Any]]:
+    """Draw the hints of a request."""
+    payloads: dict[str, dict[str, Any]] = {}
+    if rng.random() < 0.2:
+        payloads["pin"] = {"name": rng.choice("ab"), "seconds": rng.choice([0, 1, 5])}
+    if rng.random() < 0.2:
+        payloads |= rng.choice([{"retain": {"seconds": 5, "weight": 8}}, {"demote": {}}])
+    return [
+        {"action_id": kind, "action_type": kind, "action_version": "1", "payload": payload}
+        for kind, payload in payloads.items()
+    ]
+
+
 def _controls(rng: random.Random, shape: Shape) -> Iterator[Control]:
     for what, chance in (("pause", 0.6), ("flush", 0.3), ("abort all", 0.15), ("check", 0.8), ("check", 0.8)):
         if rng.random() < chance:
@@ -225,6 +238,8 @@ class Driver:
             body |= {"return_logprob": True, "logprob_start_len": rng.choice([-1, len(prompt) - 1, len(prompt) // 2])}
         if ask.tenant:
             body["extra_key"] = ask.tenant
+        if actions := _hints(random.Random(f"hints {self.seed} {ask.number}")):
+            body["kv_hints"] = {"protocol_version": "1", "message_id": "m", "actions": actions}
         if ask.end == "abort":
             body["rid"] = f"{ask.number}-{uuid.uuid4().hex}"
         if self.shape.ranks > 1:
@@ -279,7 +294,11 @@ class Driver:
         return list(answer.get("output_ids") or [])
 
     def _error(self, text: str) -> list[int]:
-        """Accept the error answer of a request that was aborted before it began; raise `Wrong` for any other."""
+        """Accept the error answer of a request that was aborted before it began, or whose pin did not fit. Raise
+        `Wrong` for any other."""
+        if "kv_hints: the pin" in text:
+            self.seen["pins rejected"] += 1
+            return []
         if "abort" not in text.lower():
             raise Wrong(f"a request was answered {text[:500]}")
         self.seen["aborted before it began"] += 1

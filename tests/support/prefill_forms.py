@@ -116,6 +116,8 @@ class FormSteps:
         )
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.backend = HybridCacheBackend(runner)
+        # A model with short forms has CSA layers besides this one.
+        self.backend.scratch.scored_per_block = 32
         self.graphs = _Graphs(self.backend)
         self.sink = self._random(128, dtype=torch.float32)
         self.weights = self._weights()

@@ -10,13 +10,16 @@ any length, and the model includes the step that overlap scheduling runs after t
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from array import array
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -32,10 +35,11 @@ from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component as component_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.component import component_of
+from dsv4_sglang.srt.prefix_cache.hints import hints_of
 from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
-from support.eviction_scan import check_next_leaf, check_next_slot, check_sizes
+from support.eviction_scan import check_next_leaf, check_next_slot, check_shares, check_sizes
 from support.kv_mirror import Mirror
 
 # Factor on the number of steps of the random tests (docs/design/integrity.md).
@@ -69,7 +73,8 @@ class Pool(StateReqToTokenPool):
 class Request:
     """The fields of SGLang's `Req` and of its record `kv` that the prefix cache reads and writes."""
 
-    session_id = cache_salt = kv_rotation_base = lock = None
+    session_id = cache_salt = kv_rotation_base = lock = finished_reason = None
+    kv_hints: KvHintsEnvelope | None = None
     cache_inserted_len = storage_hit_length = 0
     mamba_prev_track_seqlen = None
     # If True, the request has generated all its tokens.
@@ -138,6 +143,15 @@ class Request:
         return RequestNote.of(self).pending or []
 
 
+def hints(**actions: dict[str, Any]) -> KvHintsEnvelope:
+    """Return an envelope with the actions of these types and payloads."""
+    listed = [
+        KvHintAction(action_id=kind, action_type=kind, action_version="1", payload=payload)
+        for kind, payload in actions.items()
+    ]
+    return KvHintsEnvelope(protocol_version="1", message_id="m", actions=listed)
+
+
 class BlockOwner:
     """Allocates blocks for requests as SGLang's scheduler does."""
 
@@ -147,6 +161,8 @@ class BlockOwner:
     running: list[Request]
     # KV events are in Dynamo's format.
     dynamo = False
+    # Gloo group of the processes of tensor parallelism.
+    group: Any = None
 
     def _tree_params(self) -> CacheInitParams:
         self.mirror = Mirror()
@@ -154,6 +170,7 @@ class BlockOwner:
             disable=False,
             req_to_token_pool=self.pool,
             token_to_kv_pool_allocator=self.allocator,
+            tp_cache_group=self.group,
             page_size=BLOCK,
             enable_mamba_extra_buffer=True,
             enable_kv_cache_events=True,
@@ -175,6 +192,32 @@ class BlockOwner:
         check_next_leaf(slots, self.cache.tree_core.evictable_device_leaves)
         check_next_slot(slots.registry)
         check_sizes(slots.registry)
+        check_shares(slots.registry)
+
+    def limit_pins(self) -> None:
+        """Let pins hold a quarter of the device."""
+        self.cache.pins.most_tokens = self.allocator.size // 4
+        self.cache.pins.most_pins = self.pool.mamba_ckpt_pool.num_slots // 4
+
+    def give_hints(self, request: Request, rng: random.Random) -> None:
+        """Give a request random hints, and let the time pass. A pin that does not fit is left out."""
+        self.cache.at_time(self.cache.now + rng.choice((0, 0, 1, 5)))
+        actions: dict[str, dict[str, Any]] = {}
+        if rng.random() < 0.5:
+            kind = rng.choice(("retain", "demote"))
+            actions[kind] = {"seconds": rng.randint(1, 9), "weight": rng.choice((2, 8))} if kind == "retain" else {}
+        if rng.random() < 0.5:
+            pin = {"name": rng.choice("abc"), "seconds": rng.randint(0, 20)}
+            earlier = [(("", of.name), MAX_LENGTH) for other in self.running if (of := hints_of(other.kv_hints).pin)]
+            with suppress(ValueError):
+                self.cache.pins.check(("", str(pin["name"])), min(MAX_LENGTH, request.prompt + 4 * BLOCK), earlier)
+                actions["pin"] = pin
+        request.kv_hints = hints(**actions)
+
+    def check_pins(self) -> None:
+        """Assert that pins are within their limits. The integrity check has compared their locks."""
+        pins = dict(self.cache.pins)
+        assert self.cache.pins.tokens <= self.cache.pins.most_tokens and len(pins) <= self.cache.pins.most_pins
 
     def _make_room(self, blocks: int) -> bool:
         missing = blocks * BLOCK - self.allocator.available_size()
@@ -267,13 +310,21 @@ class BlockOwner:
 class TreeServer(BlockOwner):
     """A model server with `blocks` pages of 128 tokens. `interval` and `chunk` count blocks."""
 
-    def __init__(self, blocks: int, snapshots: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        snapshots: int,
+        interval: int = 3,
+        chunk: int = 4,
+        requests: int = 8,
+        tenant_percent: int | None = None,
+    ) -> None:
         self.pool = Pool(requests, snapshots)
         self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", None, False)
         context = SimpleNamespace(
             disable_radix_cache=False, enable_hierarchical_cache=False, params=self._tree_params()
         )
-        self.cache = build_prefix_cache(context, interval * BLOCK)
+        self.cache = build_prefix_cache(context, interval * BLOCK, tenant_percent)
         self.component = component_of(self.cache)
         self.chunk = chunk * BLOCK
         self.running: list[Request] = []
@@ -287,9 +338,10 @@ class TreeServer(BlockOwner):
 
     # Admission, as in Scheduler.get_new_batch_prefill and alloc_for_extend
 
-    def admit(self, keys: list[int], tail: int = 1) -> Request | None:
+    def admit(self, keys: list[int], tail: int = 1, salt: str | None = None) -> Request | None:
         self._unique += 1
         request = Request(list(keys), tail, self._unique)
+        request.cache_salt = salt
         if not self.pool.free_slots or request.prompt + 2 * BLOCK > MAX_LENGTH:
             return None
         self._match(request)
@@ -405,6 +457,7 @@ class TreeServer(BlockOwner):
         assert not found.findings, str(found)
         self.check_events()
         self.check_orders()
+        self.check_pins()
         for node in core._collect_all_nodes():
             if node is core.root_node:
                 continue

@@ -10,6 +10,7 @@ import http.client
 import json
 import math
 import os
+import re
 import select
 import shlex
 import time
@@ -36,6 +37,7 @@ from dsv4_sglang.srt.prefix_cache.metrics import PREFIX
 from support import server_forkserver
 from support.lifecycle import Driver, Shape, play
 from support.liveness import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
+from support.memory_maps import shared_mappings
 
 # On a machine with a GPU all servers of the tests use it.
 CPU = not torch.cuda.is_available()
@@ -160,6 +162,11 @@ class Server(Endpoint):
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda ids, n, rank: self.generate(ids, n, **rank, **fields), prompts, counts, own))
 
+    def generate_batch(self, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Generated]:
+        """Send all prompts in one request, which the scheduler receives at once."""
+        body = {**_request([], count), **self.fields, "input_ids": [list(prompt) for prompt in prompts]}
+        return [_answer(answer["meta_info"]) for answer in self.post("/generate", body)]
+
     def cold(self, prompt: Sequence[int], count: int = 8) -> Generated:
         """Return the answer without a prefix hit. A new name space makes a flush unnecessary."""
         got = self.generate(prompt, count, extra_key=uuid.uuid4().hex)
@@ -274,6 +281,15 @@ def running(model: Path, log: Path, *flags: str, **options: Any) -> Iterator[Ser
             Progress(process, log).check()
 
 
+def kv_hints(**actions: dict[str, Any]) -> dict[str, Any]:
+    """Return the field `kv_hints` with the actions of these types and payloads."""
+    listed = [
+        {"action_id": kind, "action_type": kind, "action_version": "1", "payload": payload}
+        for kind, payload in actions.items()
+    ]
+    return {"protocol_version": "1", "message_id": uuid.uuid4().hex, "actions": listed}
+
+
 def empty_device(server: Server) -> None:
     """Release and resume the memory of the cache. A host cache keeps its contents."""
     server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
@@ -308,6 +324,30 @@ def ends(server: Server) -> Iterator[list[psutil.Process]]:
 
 def schedulers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if any("scheduler" in word for word in process.cmdline())]
+
+
+def mappings_of(server: Server) -> list[list[dict[str, int]]]:
+    """Return the mappings of shared host memory of each scheduler."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    return [shared_mappings(process.pid) for process in schedulers(processes)]
+
+
+def assert_one_copy(server: Server) -> None:
+    """Assert that two processes map the same memory, for blocks and for snapshots, and that it exists once.
+
+    Its size is that of the rows in the log.
+    """
+    first, second = mappings_of(server)
+    assert len(first) == 2 and [found["inode"] for found in first] == [found["inode"] for found in second]
+    logged = re.search(
+        r"host cache of 2 processes: \d+ tokens in (\d+) blocks of (\d+) bytes, (\d+) snapshots of (\d+) bytes",
+        server.log_text(),
+    )
+    assert logged is not None
+    blocks, block_bytes, snapshots, snapshot_bytes = map(int, logged.groups())
+    pages = sum(-(-size // 4096) for size in (blocks * block_bytes, snapshots * snapshot_bytes))
+    taken = sum(found["Pss"] for found in (*first, *second))
+    assert abs(taken - 4 * pages) <= 4, f"{taken} KiB for {4 * pages} KiB of rows"
 
 
 def one_core_each(processes: int) -> str:

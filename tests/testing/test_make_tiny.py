@@ -18,8 +18,10 @@ from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from typer.testing import CliRunner
 
+from dsv4_sglang.cache.layer_spec import Selection
+from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.cli import app
-from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.testing.tiny import make_tiny
 from dsv4_sglang.testing.tiny_config import EXPERTS, EXPERTS_PER_TOKEN, TinySpec
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
@@ -236,16 +238,16 @@ def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_v41_has_every_kind_of_layer(tiny_v41: Path) -> None:
-    schedule = v41_schedule(V41Config.from_hf(json.loads((tiny_v41 / "config.json").read_text())))
-    assert {spec.role for spec in schedule} == set(Csa2Role)
-    sources = [(spec.kv_source, spec.index_source) for spec in schedule]
-    assert sources == [(None, None), (1, 1), (1, 1), (3, 3), (4, 4), (4, 4), (4, 6), (4, 6)]
+    specs = v41_specs(V41Config.from_hf(json.loads((tiny_v41 / "config.json").read_text())))
+    top_k, reuse = Selection.TOP_K, Selection.REUSE
+    assert [spec.selection for spec in specs] == [Selection.NONE, top_k, reuse, top_k, top_k, reuse, top_k, reuse]
+    assert [spec.kv_source for spec in specs] == [None, None, 1, None, None, 4, 4, 4]
     tensors = load_file(tiny_v41 / "model.safetensors")
-    for spec in schedule:
-        prefix = f"layers.{spec.layer_idx}.attn"
-        assert (f"{prefix}.compressor.wkv.weight" in tensors) == (spec.role is Csa2Role.FULL)
-        assert (f"{prefix}.compressor.wgate.weight" in tensors) == (spec.role is Csa2Role.FULL and spec.ratio == 2)
-        assert (f"{prefix}.indexer.wq_b.weight" in tensors) == (spec.index_source == spec.layer_idx)
+    for layer, spec in enumerate(specs):
+        prefix = f"layers.{layer}.attn"
+        assert (f"{prefix}.compressor.wkv.weight" in tensors) == (spec.ratio > 0)
+        assert (f"{prefix}.compressor.wgate.weight" in tensors) == (spec.ratio == 2)
+        assert (f"{prefix}.indexer.wq_b.weight" in tensors) == (spec.selection is top_k)
     assert all(torch.equal(t.float(), t.bfloat16().float()) for t in tensors.values())
 
 

@@ -2,6 +2,6 @@
 a GPU.
 """
 
-from dsv4_sglang.ops.reference import append, append_v41, move, read, read_v41
+from dsv4_sglang.ops.reference import append, append_v41, move, read
 
-__all__ = ["append", "append_v41", "move", "read", "read_v41"]
+__all__ = ["append", "append_v41", "move", "read"]

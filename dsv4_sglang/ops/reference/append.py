@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
 from dsv4_sglang.formats.index_keys import INDEX_DIM, hadamard
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM, quantise_e4m3
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.formats.quantise import quantise_e4m3
 from dsv4_sglang.model.geometry import (
     BLOCK_TOKENS,
     CSA_COMPRESSOR_STATES,

@@ -7,9 +7,8 @@ them. As with `append`, attention reads the ring in a decode step and the `windo
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KVBuffer
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
-from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model.v41 import V41_RATIOS, pair_draft_tokens
 from dsv4_sglang.ops.reference.chunks import check, check_step, make_chunks, token_positions, write_window
 from dsv4_sglang.ops.rope import normalise_and_rotate, rms_norm, rotate, rounding
@@ -20,9 +19,9 @@ _round = rounding(torch.bfloat16)
 
 def append_v41(
     kv: Tensor,
-    compressor: Tensor | None,
+    kv_score: Tensor | None,
     kv_norm: Tensor,
-    latent_norm: Tensor | None,
+    entry_norm: Tensor | None,
     rope: Tensor,
     eps: float,
     ratio: int,
@@ -46,8 +45,8 @@ def append_v41(
 
     Args:
         kv: bf16 [T, 512], raw projection.
-        compressor: raw projection, at ratio 1 bf16 [T, 512], at ratio 2 fp32 [T, 1024] = [k | score].
-        kv_norm, latent_norm: [512] norm weights, bf16 or fp32.
+        kv_score: raw projection, at ratio 1 bf16 [T, 512], at ratio 2 fp32 [T, 1024] = [k | score].
+        kv_norm, entry_norm: [512] norm weights, bf16 or fp32.
         rope: fp32 [positions, 64], interleaved cos and sin.
         eps: epsilon of the norms.
         ratio: tokens per entry that the layer writes, 1 or 2; 0 if it writes none.
@@ -68,24 +67,24 @@ def append_v41(
     check_step("append_v41", kv.shape[0], slots.shape[0], ring, window, state, most)
     positions = token_positions(prefix_lens, query_start, token_request)
     rows = normalise_and_rotate(kv, kv_norm, eps, positions, rope, _round)
-    rings = KVBuffer(ring, V41KVFormat.FP8)
+    rings = KVBuffer(ring, KVFormat.MXFP8)
     for chunk in make_chunks(slots, prefix_lens, query_start):
         write_window(chunk, rows, rings, window, staging_slots)
         if ratio == 0:
             continue
-        assert compressor is not None and latent_norm is not None and entries is not None and latents is not None
+        assert kv_score is not None and entry_norm is not None and entries is not None and latents is not None
         here = torch.arange(chunk.begin, chunk.end)
         closing = here[(positions[here] + 1) % ratio == 0]
         if ratio == 1:
-            pooled = compressor[here].float()
+            pooled = kv_score[here].float()
         else:
             assert compressor_state is not None
             waiting = compressor_state[chunk.slot]
-            pooled = _round(_pool_pairs(compressor[here], positions[here], waiting, decode=window is None))
-        finished = _round(rms_norm(pooled, latent_norm, eps))
+            pooled = _round(_pool_pairs(kv_score[here], positions[here], waiting, decode=window is None))
+        finished = _round(rms_norm(pooled, entry_norm, eps))
         latents[closing] = finished.bfloat16()
         rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
-        KVBuffer(entries, V41KVFormat.FP4).write(out_loc[closing] // ratio, rotated)
+        KVBuffer(entries, KVFormat.NVFP4).write(out_loc[closing] // ratio, rotated)
 
 
 def _pool_pairs(step: Tensor, at: Tensor, compressor_state: Tensor, decode: bool) -> Tensor:
@@ -113,7 +112,7 @@ def _pool_pairs(step: Tensor, at: Tensor, compressor_state: Tensor, decode: bool
 
 def append_v41_keys(
     keys: Tensor,
-    key_norm: Tensor,
+    index_norm: Tensor,
     rope: Tensor,
     eps: float,
     ratio: int,
@@ -129,7 +128,7 @@ def append_v41_keys(
     Args:
         keys: bf16 [T, 128], the latents that `append_v41` wrote, multiplied by the indexer's matrix. Only rows of
             tokens that complete an entry are read.
-        key_norm: [128] norm weight, bf16 or fp32.
+        index_norm: [128] norm weight, bf16 or fp32.
         rope, eps, slots, prefix_lens, query_start, token_request, out_loc: as in `append_v41`.
         ratio: 1 or 2.
         index_keys: uint8 [blocks, 128 / ratio, 72], written at out_loc // ratio, MXFP4 in the NVFP4 container.
@@ -140,7 +139,7 @@ def append_v41_keys(
     check("append_v41", ratio in V41_RATIOS[1:], f"ratio is {ratio}; expected 1 or 2 for keys")
     positions = token_positions(prefix_lens, query_start, token_request)
     closing = (slots[token_request.long()] >= 0) & ((positions + 1) % ratio == 0)
-    rotated = normalise_and_rotate(keys[closing], key_norm, eps, positions[closing] + 1 - ratio, rope, _round)
+    rotated = normalise_and_rotate(keys[closing], index_norm, eps, positions[closing] + 1 - ratio, rope, _round)
     KVBuffer(index_keys, KeyFormat.MXFP4).write(out_loc[closing] // ratio, rotated)
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
-from dsv4_sglang.formats.index_keys import hadamard
+from dsv4_sglang.formats import index_keys as key_formats
+from dsv4_sglang.formats.quantise import mxfp4_values
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -16,21 +17,34 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 _TOKENS_AT_ONCE = 32  # bounds the memory of the gathered entries
 
 
-def index_query(q: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat) -> Tensor:
+def index_query(q: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat, hadamard: bool = True) -> Tensor:
     """Prepare raw index queries for scoring: RoPE, Hadamard transform, fake quantisation for FP4 keys (SPEC 2.5, 4.1).
+
+    Without the transform, queries are MXFP4 with an unlimited range of scales, because queries are not stored (SPEC
+    11.4, 11.6).
 
     Args:
         q: [T, Hi, 128] bf16 or fp32.
         positions: [T].
         rope: [positions, 64] fp32.
         key_format: format of the keys.
+        hadamard: the keys have the Hadamard transform.
 
     Returns:
         fp32 [T, Hi, 128].
     """
-    round_stage = rounding(q.dtype)
-    y = hadamard(round_stage(rotate(q.float(), positions, rope)))
-    return key_format.dequantise(*key_format.quantise(y))
+    rotated = rounding(q.dtype)(rotate(q.float(), positions, rope))
+    if not hadamard:
+        return mxfp4_values(rotated)
+    return key_format.dequantise(*key_format.quantise(key_formats.hadamard(rotated)))
+
+
+def reject_two_levels_at_once(kept: Tensor | None, within: Tensor | None) -> None:
+    """Raise ValueError if `index_topk` gets both `kept` and `within`."""
+    if kept is not None and within is not None:
+        raise ValueError(
+            "index_topk: both `kept` and `within` are given; a layer chooses candidates or selects within them"
+        )
 
 
 def index_topk(
@@ -44,11 +58,20 @@ def index_topk(
     key_format: int,
     scores: Tensor,
     entry_indices: Tensor,
+    ratio: int = CSA_RATIO,
+    hadamard: bool = True,
+    candidate_block: int = 0,
+    kept: Tensor | None = None,
+    within: Tensor | None = None,
 ) -> None:
-    """Select the K visible entries with the highest index scores for each token (SPEC 4.1 to 4.3).
+    """Select the K visible entries with the highest index scores for each token (SPEC 4.1 to 4.3, 11.6).
 
-    If at most K entries are visible, all of them are selected. Of equal scores the entry with the lower number is
+    If at most K entries can be selected, all of them are. Of equal scores the entry, or block, with the lower number is
     selected.
+
+    V4.1's selection has two levels. With `kept` the scores also choose the C best blocks of `candidate_block` entries.
+    A block has the score of its best entry, and the block of the newest visible entry is always included. With `within`
+    only entries of these blocks are selected.
 
     Args:
         q: [T, Hi, 128], raw index query before RoPE.
@@ -62,12 +85,22 @@ def index_topk(
         scores: fp32 scratch [T, most visible entries], unused on a CPU.
         entry_indices: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries,
             then -1.
+        ratio: tokens per entry. The token at position t selects among floor((t + 1) / ratio) entries.
+        hadamard: the keys have the Hadamard transform. A CUDA device takes 4 with it and without candidates, or any
+            ratio without it.
+        candidate_block: entries of a candidate block, 0 without candidates.
+        kept: int32 [T, C], receives the numbers of the candidate blocks in ascending order, then -1.
+        within: int32 [T, C], candidate blocks that an earlier layer wrote to `kept`.
+
+    Raises:
+        ValueError: both `kept` and `within` are given.
     """
-    keys = KeyFormat.from_code(key_format)
-    table = KVBuffer(index_keys, keys)
+    reject_two_levels_at_once(kept, within)
+    keys, blocks = KeyFormat.from_code(key_format), within if kept is None else kept
     select(
-        lambda t: index_query(q[t], positions[t], rope, keys),
-        weights, table, block_table, token_request, (positions + 1) // CSA_RATIO, entry_indices,
+        lambda t: index_query(q[t], positions[t], rope, keys, hadamard),
+        weights, KVBuffer(index_keys, keys), block_table, token_request, (positions + 1) // ratio, entry_indices,
+        None if blocks is None else Candidates(candidate_block, blocks, choose=kept is not None),
     )  # fmt: skip
 
 
@@ -171,12 +204,13 @@ def attend(
     scale: float,
     kv_format: int,
     entry_owner: Tensor | None = None,
+    entry_format: int | None = None,
 ) -> Tensor:
     """Compute softmax attention over [window entries | compressed entries] with the sink; the inverse RoPE is applied
     (SPEC 2.2, 4.4, 4.5).
 
     Args:
-        q: [T, H, 512], normalised and rotated.
+        q: [T, H, 512], rotated, in V4 normalised too.
         sink: fp32 [H].
         window: KV buffer of the window entries.
         window_indices: int32 [T, W], indices of window entries, -1 for none. W is 128, or larger in a step whose tokens
@@ -188,18 +222,20 @@ def attend(
         positions: int64 [T].
         rope: fp32 [positions, 64].
         scale: factor of the logits.
-        kv_format: code of the format of both buffers.
+        kv_format: code of the format of `window`.
         entry_owner: int32 [T], row of `entry_indices` [B, K] that lists a token's entries, for tokens that share lists;
             None if row t belongs to token t.
+        entry_format: code of the format of `entries`; None for that of `window`. A CUDA device takes one format for
+            both, or MXFP8 window entries with NVFP4 entries.
 
     Returns:
         [T, H, 512] in q's dtype. The output of a token without keys is zero.
     """
-    stored = KVFormat.from_code(kv_format)
-    lists = [Listed(KVBuffer(window, stored), window_indices, window_lens)]
+    lists = [Listed(KVBuffer(window, KVFormat.from_code(kv_format)), window_indices, window_lens)]
     if entries is not None and entry_indices is not None and entry_lens is not None:
-        lists.append(Listed(KVBuffer(entries, stored), entry_indices, entry_lens, entry_owner))
-    return attend_to(q, sink, lists, positions, rope, scale)
+        stored = KVBuffer(entries, KVFormat.from_code(kv_format if entry_format is None else entry_format))
+        lists.append(Listed(stored, entry_indices, entry_lens, entry_owner))
+    return _attend_to(q, sink, lists, positions, rope, scale)
 
 
 class Listed(NamedTuple):
@@ -261,7 +297,7 @@ class _Entries:
         return of_rows.scatter_add_(-1, self.place.expand_as(weights), weights) @ self.values
 
 
-def attend_to(
+def _attend_to(
     q: Tensor,
     sink: Tensor,
     lists: Sequence[Listed],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -13,21 +13,16 @@ from torch import Tensor
 
 from dsv4_sglang.attention.base import LayerOutput
 from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode, step_of
-from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.attention.step_buffers import DecodeBuffers
-from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections
-from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.append import LayerWeights, Projections
+from dsv4_sglang.cache.layer_spec import entry_limits
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.srt.attention.layer_arrivals import LayerArrivals
-from dsv4_sglang.srt.attention.layer_ops import LayerInputs, LayerOps
+from dsv4_sglang.srt.attention.layer_ops import LayerInputs, make_layers, make_scratch
 from dsv4_sglang.srt.attention.prefill_recorder import PrefillRecorder
 from dsv4_sglang.srt.attention.snapshot_writer import SlotCopies, SnapshotWriter, StagedSnapshots
-from dsv4_sglang.srt.attention.step_scratch import StepScratch
 from dsv4_sglang.srt.prefix_cache.snapshot_schedule import PrefillPlanTaker
-
-if TYPE_CHECKING:
-    from dsv4_sglang.srt.memory.pools import CompressedKVPool
 
 
 class StepKind(NamedTuple):
@@ -70,44 +65,34 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         live = runner.req_to_token_pool.mamba_pool
         self.state = live.storage
         blocks = runner.token_to_kv_pool.full_kv_pool
-        self.schemas = blocks.layout.schemas
-        self.draft_tokens = self.schemas[0].draft_tokens
+        self.specs = blocks.layout.schemas
+        self.draft_tokens = self.specs[0].draft_tokens
         # Drafts may exceed the end of the context. Layers of a draft model have no entries.
         longest = runner.model_config.context_len + self.draft_tokens
         self.max_blocks = 0 if self.is_draft else -(-longest // BLOCK_TOKENS)
         # A step's snapshots are complete after this layer: the draft model runs after the served one.
-        self.last_layer = len(self.schemas) - 1
-        self.top_k = config.index_topk
+        self.last_layer = len(self.specs) - 1
+        # Layers of a draft model have a window only.
+        self.limits: dict[int, int | None] = {} if self.is_draft else entry_limits(self.specs, config.index_topk)
         self.heads = config.num_attention_heads // get_parallel().attn_tp_size
         self.metadata: StepMetadata | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
         self._verify_mask = make_verify_mask(self, requests=1)
-        selected = 0 if self.is_draft else self.top_k
-        self.scratch = StepScratch(self.device, runner.dtype, selected, self.state.layout.ring_format)
-        self.layers = self.make_layers(blocks)
+        top_k = 0 if self.is_draft else config.index_topk
+        self.scratch = make_scratch(self.specs, self.device, runner.dtype, top_k)
+        self.layers = make_layers(self.state, blocks, self.heads, self.scratch)
         staging_slots = range(live.size + 1, live.size + 1 + live.staging)
         slots = getattr(runner.req_to_token_pool, "mamba_ckpt_pool", None)
         has_host_cache = runner.server_args.enable_hierarchical_cache and not self.is_draft
         self.arrivals = LayerArrivals(
-            self.token_to_kv_pool, len(self.schemas), self.scratch.device, has_host_cache=has_host_cache
+            self.token_to_kv_pool, len(self.specs), self.scratch.device, has_host_cache=has_host_cache
         )
         self.snapshots = SnapshotWriter(self.state, staging_slots, None if slots is None else slots.timer)
         has_short_forms = get_parallel().attn_dp_size == 1
         self.recorder = PrefillRecorder(
-            self.max_blocks, staging_slots, self.top_k, self.layers, has_short_forms=has_short_forms
+            self.max_blocks, staging_slots, self.limits, self.layers, has_short_forms=has_short_forms
         )
-
-    def make_layers(self, blocks: CompressedKVPool) -> LayerOps:
-        """Collect the buffers of each layer, and create the attention kernels of this model."""
-        tables = [
-            LayerTables(self.state.ring(i), self.state.compressor_state(i), blocks.entries(i), blocks.keys(i))
-            for i in range(len(self.schemas))
-        ]
-        device = resolve_device(self.device)  # registers its ops
-        kv_format = blocks.layout.schemas[0].kv_format
-        kernels = make_kernels(device, blocks.blocks, self.heads, self.scratch.dtype, kv_format)
-        return LayerOps(self.schemas, tables, kernels, self.heads, self.scratch)
 
     # Metadata of a step
 
@@ -133,7 +118,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     def _make_buffers(self, requests: int, each: int) -> DecodeBuffers:
         ring_rows = self.state.layout.ring_rows
-        return DecodeBuffers(requests, self.max_blocks, self.device, ring_rows, each, sees_block=self.drafts_blocks)
+        return DecodeBuffers(
+            requests, self.max_blocks, self.device, ring_rows, each, self.drafts_blocks, limits=self.limits
+        )
 
     def _kind_of(self, mode: Any) -> StepKind:
         """Return the form of a step that is no prefill.
@@ -171,7 +158,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             **prefill_inputs(forward_batch, self.req_to_token_pool, staged),
             positions=forward_batch.positions,
             out_loc=forward_batch.out_cache_loc,
-            top_k=self.top_k,
+            limits=self.limits,
             max_length=max(lengths),
             padding=padding,
         )
@@ -191,7 +178,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             out_loc=forward_batch.out_cache_loc[:tokens],
             snapshot_mask=forward_batch.mamba_track_mask,
             snapshot_slots=forward_batch.mamba_track_indices,
-            top_k=self.top_k,
             length_offset=self._kind_of(mode).cached_offset,
         )
         self.layers.begin_step(self.metadata)
@@ -339,7 +325,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             self.arrivals.wait(number, recorded=self.recorder.active)
             window = self.scratch.window(step.window_size)
         projections = Projections(k.flatten(1), inputs.kv_score, inputs.index_kv_score)
-        self.layers.append(number, inputs.weights, projections, step, window)
+        self.layers.append(number, inputs.weights, projections, step, window, inputs.keys_of)
         if number == self.last_layer:
             self.snapshots.store(step, timed=not self.recorder.active)
         return self.layers.attend(q, number, layer.scaling, inputs, step, window)

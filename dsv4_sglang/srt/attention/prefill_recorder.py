@@ -9,7 +9,7 @@ the entries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4_sglang.attention.metadata import build_recorded, recorded_step
 from dsv4_sglang.attention.step_buffers import LIST_ALIGNMENT, PrefillBuffers, align
 from dsv4_sglang.cache.step import StepMetadata, prefill_window_size
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.srt.attention.layer_ops import LayerOps
 from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
 from dsv4_sglang.srt.attention.snapshot_writer import SlotCopies
@@ -53,16 +53,22 @@ class PrefillRecorder:
     Args:
         max_blocks: blocks of the longest context; 0 for layers without compressed entries.
         staging_slots: state slots that hold the snapshots of a step until its end.
-        top_k: entries that a token selects in a CSA layer.
+        limits: most entries that a token reads, by their ratio (`layer_spec.entry_limits`).
         layers: layers of the backend.
         has_short_forms: large steps have a short form. The ranks of DP attention must replay graphs with the same
             addresses of collective operations, but do not know each other's lengths, so they have long forms only.
     """
 
     def __init__(
-        self, max_blocks: int, staging_slots: range, top_k: int, layers: LayerOps, *, has_short_forms: bool
+        self,
+        max_blocks: int,
+        staging_slots: range,
+        limits: Mapping[int, int | None],
+        layers: LayerOps,
+        *,
+        has_short_forms: bool,
     ) -> None:
-        self.max_blocks, self.staging_slots, self.top_k = max_blocks, staging_slots, top_k
+        self.max_blocks, self.staging_slots, self.limits = max_blocks, staging_slots, limits
         self.layers, self.has_short_forms = layers, has_short_forms
         # True if the current step is a prefill step in a CUDA graph.
         self.active = False
@@ -72,11 +78,11 @@ class PrefillRecorder:
 
     def short_form(self, tokens: int) -> ShortForm | None:
         """Return the limits of the short form of a step of `tokens` tokens, None if it is recorded in its long form
-        only."""
-        if not self.has_short_forms or tokens < SHORT_FORM_TOKENS:
+        only: small steps, layers without entries, and a selection with no scores in the scratch (DeepSeek-V4.1)."""
+        scored_per_block = self.layers.scratch.scored_per_block
+        if not self.has_short_forms or not scored_per_block or tokens < SHORT_FORM_TOKENS:
             return None
-        scores = RECORDED_SCRATCH_BYTES // (4 * tokens)
-        with_scores = scores * CSA_RATIO // BLOCK_TOKENS // LIST_ALIGNMENT * LIST_ALIGNMENT
+        with_scores = RECORDED_SCRATCH_BYTES // (4 * tokens * scored_per_block) // LIST_ALIGNMENT * LIST_ALIGNMENT
         context_blocks = min(SHORT_FORM_CONTEXT_BLOCKS, with_scores, align(self.max_blocks))
         return ShortForm(context_blocks, SHORT_FORM_BLOCKS) if context_blocks else None
 
@@ -96,12 +102,14 @@ class PrefillRecorder:
 
     def _allocate(self, tokens: int) -> PrefillBuffers:
         scratch = self.layers.scratch
-        buffers = PrefillBuffers(tokens, MAX_RECORDED_REQUESTS, self.max_blocks, self.staging_slots, scratch.device)
+        buffers = PrefillBuffers(
+            tokens, MAX_RECORDED_REQUESTS, self.max_blocks, self.staging_slots, scratch.device, limits=self.limits
+        )
         width = scratch.score_width(buffers.block_table)
         scratch.reserve(tokens, self.layers.padded_heads, max(width, min(tokens * width, RECORDED_SCRATCH_BYTES // 4)))
         window_size = prefill_window_size(tokens, MAX_RECORDED_REQUESTS + 1)
         scratch.reserve_window(window_size)
-        if self.has_short_forms and self.max_blocks and tokens >= SHORT_FORM_TOKENS:
+        if self.has_short_forms and scratch.scored_per_block and tokens >= SHORT_FORM_TOKENS:
             for kernel in self.layers.kernels:
                 kernel.reserve(window_size, SHORT_FORM_BLOCKS, scratch.device)
         return buffers
@@ -129,7 +137,7 @@ class PrefillRecorder:
             The copies of its snapshots. Those that are not due have a snapshot slot below 1.
         """
         assert self._buffers is not None, "a step is recorded before it is built"
-        build_recorded(self._buffers, step.positions.shape[0], step.out_loc, self.top_k)
+        build_recorded(self._buffers, step.positions.shape[0], step.out_loc)
         self.layers.begin_step(step, None if self.form is None else self.form.blocks, recorded=True)
         return SlotCopies(self._buffers.copy_src, self._buffers.copy_dst)
 

@@ -24,14 +24,26 @@ class StepScratch:
     Args:
         device: device of the tensors.
         dtype: dtype of the queries.
-        top_k: entries that a token selects in a CSA layer. 0 for a model without such layers, which needs neither
-            indices nor scores.
+        top_k: entries that a token selects. 0 for a model without such layers, which needs neither indices nor scores.
         window_format: KV format of the window workspace.
+        candidate_blocks: candidate blocks of a token (`layer_spec.Candidates`), 0 without.
+        scored_per_block: index scores that a block of the cache needs in scratch, 0 for a selection that allocates its
+            own.
     """
 
-    def __init__(self, device: torch.device | str, dtype: torch.dtype, top_k: int, window_format: KVFormat) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        top_k: int,
+        window_format: KVFormat,
+        *,
+        candidate_blocks: int = 0,
+        scored_per_block: int = BLOCK_TOKENS // CSA_RATIO,
+    ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.top_k, self.window_format = top_k, window_format
+        self.candidate_blocks, self.scored_per_block = candidate_blocks, scored_per_block
         self._reserved: dict[str, list[Tensor]] = {}
         self._growing: dict[str, Tensor] = {}
         self._window: Tensor | None = None
@@ -51,6 +63,7 @@ class StepScratch:
             self._reserve("query", tokens * padded_heads * ENTRY_DIM, self.dtype)
         if self.top_k:
             self._reserve("indices", tokens * self.top_k, torch.int32)
+            self._reserve("candidates", tokens * self.candidate_blocks, torch.int32)
             self._reserve("scores", scores, torch.float32)
 
     def reserve_window(self, entries: int) -> None:
@@ -73,6 +86,10 @@ class StepScratch:
     def indices(self, tokens: int) -> Tensor:
         """Return a buffer int32 [tokens, top_k] for the selected entries."""
         return self._buffer("indices", tokens, self.top_k, torch.int32)
+
+    def candidates(self, tokens: int) -> Tensor:
+        """Return a buffer int32 [tokens, candidate_blocks] for the candidate blocks."""
+        return self._buffer("candidates", tokens, self.candidate_blocks, torch.int32)
 
     def scores(self, tokens: int, block_table: Tensor) -> Tensor:
         """Return a buffer fp32 [tokens, score_width] for index scores."""
@@ -118,5 +135,5 @@ class StepScratch:
 
     def score_width(self, block_table: Tensor) -> int:
         """Return the scores per token: one per entry of the longest context, or none if all entries are selected."""
-        visible = block_table.shape[1] * (BLOCK_TOKENS // CSA_RATIO)
+        visible = block_table.shape[1] * self.scored_per_block
         return visible if visible > self.top_k else 0

@@ -25,7 +25,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from dsv4_sglang import __version__
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.config import ModelConfig
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateSlotPool
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class DecodeStateReqToTokenPool(HybridMambaDecodeReqToTokenPool):
     mamba_pool_cls = StateSlotPool
 
 
-def cache_name(layout: CacheLayout, model: DSV4Config) -> str:
+def cache_name(layout: CacheLayout, model: ModelConfig) -> str:
     """Return the name of a cache layout. Two servers can exchange blocks and slots only if their names are equal.
 
     The name contains a digest of the fields of the model's config and of the parts of a block and a slot, with the

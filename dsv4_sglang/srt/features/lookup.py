@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 import logging
-import sys
 import uuid
 from array import array
 from collections.abc import Callable
@@ -18,64 +17,59 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fastapi import Request  # noqa: TID251  SGLang's server gets the endpoint; nothing else listens
 from sglang.srt.managers.io_struct import RpcReqInput, RpcReqOutput
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.srt.features.cached_places import find
-from dsv4_sglang.srt.features.control_requests import ControlRequestError, receiving
+from dsv4_sglang.srt.features.control_requests import receiving
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.sglang.scheduler import send_to_schedulers, tokenize, wrap_dispatcher
 
 log = logging.getLogger(__name__)
 
-PATH = "/dsv4/lookup"
+# Tokens, int32.
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
 # `RpcReqInput.method` of a lookup.
 METHOD = "dsv4_lookup"
-HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
-class Lookup(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request: a prompt as in `/generate`, its name space, and whether to search the storage."""
+class Prompt(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt as in `/generate`, and its name space."""
 
     text: str | None = None
     input_ids: list[int] | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+
+
+class Lookup(Prompt):
+    """Body of a request: a prompt, and whether to search the storage."""
+
     files: bool = False
 
 
 # In an HTTP process
 
 
-def add_endpoint(original: Callable[..., None], manager: Any, tokenizer_manager: Any, *args: Any, **named: Any) -> None:
-    """AROUND `TemplateManager.initialize_templates`: add the endpoint to SGLang's HTTP server, if it runs here."""
-    original(manager, tokenizer_manager, *args, **named)
-    server = sys.modules.get(HTTP_SERVER)
-    if server is None:  # an engine without a server
-        return
-
-    async def lookup(request: Request) -> dict[str, Any]:
-        return await _look_up(tokenizer_manager, await request.body())
-
-    _, schemas = msgspec.json.schema_components([Lookup])
-    content = {"application/json": {"schema": schemas["Lookup"]}}
-    server.app.add_api_route(
-        PATH, lookup, methods=["POST"], openapi_extra={"requestBody": {"required": True, "content": content}}
-    )
+async def look_up(manager: Any, given: Lookup, request: Any) -> dict[str, Any]:
+    """Return the answer to a body. Raise ValueError if it is invalid, or a rank cannot answer."""
+    ids = await ids_of(manager, given)
+    return {"prompt_tokens": len(ids), "ranks": await find_on_ranks(manager, ids, given, files=given.files)}
 
 
-async def _look_up(manager: Any, body: bytes) -> dict[str, Any]:
-    """Return the answer to a body.
+async def find_on_ranks(manager: Any, ids: Ids, space: Prompt, *, files: bool) -> list[dict[str, int]]:
+    """Return what each rank has of a prompt, by rank.
+
+    Args:
+        manager: tokenizer manager.
+        ids: the prompt.
+        space: its name space.
+        files: search the storage of the host cache, too.
 
     Raises:
-        ControlRequestError: the body is invalid, or a rank cannot answer.
+        ValueError: a rank cannot answer.
     """
-    try:
-        given = msgspec.json.decode(body, type=Lookup)
-        ids = await _ids_of(manager, given)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise ControlRequestError(f"{PATH}: {error}") from None
     manager.auto_create_handle_loop()
     answers = _Answers(get_parallel().num_dp_ranks)
     request = RpcReqInput(
@@ -84,22 +78,21 @@ async def _look_up(manager: Any, body: bytes) -> dict[str, Any]:
         parameters={
             "ids": base64.b64encode(ids.tobytes()).decode(),
             # SGLang treats an empty name space as none.
-            "extra_key": given.extra_key or None,
-            "cache_salt": given.cache_salt or None,
-            "files": given.files,
+            "extra_key": space.extra_key or None,
+            "cache_salt": space.cache_salt or None,
+            "files": files,
         },
     )
     with receiving(str(request.rid), answers):
         send_to_schedulers(manager, request)
         await answers.complete.wait()
     if errors := [answer.message for answer in answers.received if not answer.success]:
-        raise ControlRequestError(f"{PATH}: {errors[0]}")
-    ranks = sorted((json.loads(answer.message) for answer in answers.received), key=lambda rank: rank["dp_rank"])
-    return {"prompt_tokens": len(ids), "ranks": ranks}
+        raise ValueError(errors[0])
+    return sorted((json.loads(answer.message) for answer in answers.received), key=lambda rank: rank["dp_rank"])
 
 
-async def _ids_of(manager: Any, given: Lookup) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the tokens of a prompt, int32. Raise ValueError if there are none, too many, or wrong ones."""
+async def ids_of(manager: Any, given: Prompt) -> Ids:
+    """Return the tokens of a prompt. Raise ValueError if there are none, too many, or wrong ones."""
     if given.input_ids is not None and given.text is None:
         ids = given.input_ids
     elif given.text is not None and given.input_ids is None:
@@ -151,7 +144,7 @@ def _answer(cache: Any, request: RpcReqInput) -> RpcReqOutput:
     except ValueError as error:
         success, message = False, str(error)
     except Exception as error:
-        log.exception("dsv4_sglang: %s failed", PATH)
+        log.exception("dsv4_sglang: a lookup failed")
         success, message = False, " ".join(repr(error).split())
     return RpcReqOutput(rid=request.rid, success=success, message=message)
 

@@ -23,6 +23,7 @@ from dsv4_sglang.srt.sglang.tree import saving_on_eviction
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 
 class HostPrefixCache(PrefixCache, HostCacheContract):
@@ -46,6 +47,8 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
         super().init_hicache(server_args, params)
+        self.component.slots.host_tokens = self.full_kv_pool_host.size
+        self.component.slots.forget()
         self.component.policy = server_args.hicache_write_policy
         # With this flag SGLang does not expect a host copy of every node. This class decides what is saved and when,
         # for every write policy.
@@ -55,17 +58,10 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
 
     # Requests
 
-    def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
-        before = req.last_node
-        super().checkpoint(req, up_to=up_to, **arguments)
-        if req.finished():
-            self._finished(req, before)
-
-    def _finished(self, req: Req, before: int) -> None:
-        if req.last_node == self.root_node.id:  # nothing was inserted
-            req.last_node = before
+    def finished(self, req: Req, node: UnifiedTreeNode) -> None:
+        super().finished(req, node)
         if self.component.policy == SELECTIVE:
-            self.component.mark_for_saving(self.tree_core.node_by_id(req.last_node))
+            self.component.mark_for_saving(node)
 
     def retracted(self, req: Req) -> None:
         """Save the prefix of a retracted request before it can be evicted.
@@ -101,6 +97,7 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
     def keep_host_cache(self) -> Iterator[None]:
         blocks = self.token_to_kv_pool_allocator
         self.wait_for_copies(())
+        self.pins.release_all()
         self.saves.save_all()
         with self.component.metrics.evicting(metrics.SLEEP):
             self.evict(EvictParams(num_tokens=blocks.size))
@@ -114,10 +111,18 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
             self._keep_host = False
 
     def reset(self) -> None:
-        if not self._keep_host:
-            super().reset()
-            self.saves.reset()
-            self.evictions.reset()
+        if self._keep_host:
+            return
+        # A flush waits for all copies, but not for threads that read the pages of cancelled requests into rows that
+        # become free. It stops SGLang's threads, and one that agrees with other processes on what was read would wait
+        # forever for one that has stopped.
+        controller = self.cache_controller
+        while controller is not None and controller.sharing.size > 1 and controller.cancelled_fetches:
+            super().check_hicache_events()
+            time.sleep(0.001)
+        super().reset()
+        self.saves.reset()
+        self.evictions.reset()
 
     # Saves to the host
 
@@ -131,6 +136,7 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
         if not self.ongoing_write_through:
             return False
         with self._recheck_queue_after_saves():
+            self.cache_controller.finish_saves()
             self.writing_check(write_back=True)
         return True
 

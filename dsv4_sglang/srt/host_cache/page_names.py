@@ -58,7 +58,8 @@ def page_name(model_name: str | None, layout: CacheLayout, row_bytes: Sequence[i
     digest = hashlib.blake2b(json.dumps(described, default=str, sort_keys=True).encode(), digest_size=16)
     label = re.sub(r"[^A-Za-z0-9.-]", "-", Path(model_name or "model").name)[:LABEL_CHARACTERS]
     first = layout.schemas[0]
-    formats = f"{first.kv_format.value}-{first.key_format.value}"
+    entries = [first.ring_format, *([first.entry_format] if first.entry_format is not first.ring_format else [])]
+    formats = "-".join(stored.value for stored in (*entries, first.key_format))
     return f"{label}-dsv4v{PAGE_VERSION}-{formats}-{digest.hexdigest()}"
 
 

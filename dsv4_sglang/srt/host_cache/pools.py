@@ -91,6 +91,10 @@ class StoredRows(HostKVCache):
 class HostRows(StoredRows):
     """Pool of host rows. A row holds one page of `page_size` indices of the tree (int64, on the CPU).
 
+    Processes that share the memory allocate the same rows. Each copies a part of the rows of a save, and all rows of a
+    load. A save has ended when it has ended in all processes: the minimum over the processes of the finished copies,
+    which SGLang computes once a scheduler iteration.
+
     SGLang's base class assumes a whole number of bytes per token for sizing and allocation, which this cache lacks.
 
     Args:
@@ -112,6 +116,7 @@ class HostRows(StoredRows):
         # In SGLang this flag means that a backup takes host indices on the CPU.
         self.can_use_write_back_jit = True
         self.lock = threading.RLock()
+        # Rows that all processes of the memory have saved, and that this one has loaded.
         self.saved_rows = self.loaded_rows = 0
         self.clear()
 
@@ -167,8 +172,12 @@ class HostRows(StoredRows):
     ) -> None:
         if host_indices.numel() == 0:
             return
-        self.save(device_indices, self.rows_of(host_indices))
-        self.saved_rows += len(host_indices) // self.page_size
+        rows = self.rows_of(host_indices)
+        part = self.pool.sharing.part(len(rows), int(rows[0]))
+        if len(part):
+            indices = device_indices[part.start * self.page_size : part.stop * self.page_size]
+            self.save(indices, rows[part.start : part.stop])
+        self.saved_rows += len(rows)
 
     def load_to_device_per_layer(
         self,

@@ -18,9 +18,11 @@ from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
 from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
+from dsv4_sglang.cache.host_sharing import HostSharing
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
+from dsv4_sglang.srt.host_cache.sharing import StorageReadByAnother, count_pages_read, sharing_of
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import StorageFull
 from dsv4_sglang.srt.host_cache.used_folder import describe_weights
@@ -45,12 +47,18 @@ class TransferController(HybridCacheController):
 
     # CUDA stream of the steps.
     forward_stream: Any = None
+    storage_backend: Any
     _together = False
     watch: LoadWatch
     saves: CopyTimer
     loads: CopyTimer
     # Cancelled fetches from a storage. SGLang frees their remaining rows when their thread has ended.
     cancelled_fetches: Sequence[Any] = ()
+
+    def __init__(self, *arguments: Any, sharing: HostSharing, **named: Any) -> None:
+        """`sharing`: processes that share the host rows. `arguments`, `named`: as for SGLang's controller."""
+        self.sharing = sharing
+        super().__init__(*arguments, **named)
 
     @contextmanager
     def batch_backups(self) -> Iterator[None]:
@@ -88,6 +96,13 @@ class TransferController(HybridCacheController):
             from_host = self.l2_transfer_engine.host_to_device_stream
             self.forward_stream.wait_stream(from_host)
 
+    def finish_saves(self) -> None:
+        """Wait until all processes have saved their parts of the rows of all running saves."""
+        self.start_writing()
+        for ack in self.ack_write_queue:
+            ack.finish_event.synchronize()
+        self.sharing.wait()
+
     def terminate_prefetch(self, operation: Any) -> Any:
         if operation.host_indices is not None:
             self.cancelled_fetches = [*self.cancelled_fetches, operation]
@@ -106,6 +121,12 @@ class TransferController(HybridCacheController):
     def reset(self) -> None:
         super().reset()
         self.cancelled_fetches = ()
+
+    def attach_storage_backend(self, *arguments: Any, **named: Any) -> None:
+        super().attach_storage_backend(*arguments, **named)
+        if not self.sharing.leads:
+            self.storage_backend = StorageReadByAnother(self.storage_backend)
+            self.page_get_func = count_pages_read
 
     def _generate_storage_config(
         self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
@@ -153,7 +174,9 @@ class HostStack(StackStrategy):
         **of_controller: Any,
     ) -> Any:
         """Build the pools and the controller. `of_controller`: arguments of SGLang's controller."""
-        blocks, snapshots = self._allocate(kvcache, params.page_size, 0 if storage_backend is None else CHECKSUM_BYTES)
+        sharing = sharing_of(params, server_args)
+        spare = 0 if storage_backend is None else CHECKSUM_BYTES
+        blocks, snapshots = self._allocate(kvcache, params.page_size, spare, sharing)
         slots = cache.components[ComponentType.MAMBA].slots
         slots.add_host_cache(snapshots.page_num)
         layers = len(kvcache.full_kv_pool.layout.schemas)
@@ -174,14 +197,16 @@ class HostStack(StackStrategy):
             storage_backend=storage_backend,
             model_name=model_name,
             transfer_layer_id_max=layers,
+            sharing=sharing,
             **of_controller,
         )
         controller.forward_stream = cache.forward_stream
         controller.watch = LoadWatch()
         controller.saves, controller.loads = CopyTimer(device), CopyTimer(device)
         log.info(
-            "dsv4_sglang host cache of this process: %d tokens in %d blocks of %d bytes, %d snapshots of %d bytes; "
+            "dsv4_sglang host cache of %s: %d tokens in %d blocks of %d bytes, %d snapshots of %d bytes; "
             "%.3f GiB of host memory, %s; policy %s",
+            "this process" if sharing.size == 1 else f"{sharing.size} processes",
             *(blocks.size, blocks.page_num, blocks.row_bytes, snapshots.page_num, snapshots.row_bytes),
             (blocks.kv_buffer.nbytes + snapshots.kv_buffer.nbytes) / 2**30,
             "pinned" if blocks.pin_memory else "not pinned",
@@ -196,7 +221,9 @@ class HostStack(StackStrategy):
             pool_declarations=(),
         )
 
-    def _allocate(self, kvcache: CacheKVPool, page_size: int, spare: int) -> tuple[HostBlocks, HostSnapshots]:
+    def _allocate(
+        self, kvcache: CacheKVPool, page_size: int, spare: int, sharing: HostSharing
+    ) -> tuple[HostBlocks, HostSnapshots]:
         """Allocate the host memory. `spare`: bytes of a row beside its data.
 
         The host cache's device memory (33 MB on Flash) is not released while a server sleeps: part of it is state.
@@ -215,11 +242,12 @@ class HostStack(StackStrategy):
             host_snapshots=self.host_snapshots,
         )
         try:
-            block_pool = HostBlockPool([pool for pool in device_blocks.pools if pool], blocks, spare=spare)
-            snapshot_pool = HostSnapshotPool(storage, snapshots, spare=spare)
+            pools = [pool for pool in device_blocks.pools if pool]
+            block_pool = HostBlockPool(pools, blocks, spare=spare, sharing=sharing)
+            snapshot_pool = HostSnapshotPool(storage, snapshots, spare=spare, sharing=sharing)
         except RuntimeError as error:
             raise LaunchError(
-                f"the host cache does not fit: {blocks} blocks and {snapshots} snapshots a process; lower "
+                f"the host cache does not fit: {blocks} blocks and {snapshots} snapshots; lower "
                 f"--hicache-ratio or --hicache-size. {error}"
             ) from None
         return HostBlocks(block_pool), HostSnapshots(snapshot_pool)

@@ -18,9 +18,8 @@ from typing import Any
 
 import yaml
 
-from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields
-from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
-from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.model.config import LAYER_COUNTS, Fields
+from dsv4_sglang.model.supported import CONFIGS
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import FLAG as OPT_IN_FLAG
 from dsv4_sglang.srt.launch.options import KEY as OPT_IN_KEY
@@ -39,8 +38,6 @@ CPU_FLAGS: dict[str, str] = {
     "--max-running-requests": "16",
     "--chunked-prefill-size": "512",
 }
-# Supported values of model_type in a config.json.
-MODEL_TYPES = ("deepseek_v4", *V41_MODEL_TYPES)
 # A model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage.
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|\w+://.*")
 
@@ -163,11 +160,11 @@ def config_of(model_path: str, overrides: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise LaunchError(f"{file} is not JSON: {error}") from None
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    if model_type not in MODEL_TYPES:
-        raise LaunchError(f"{file} has the model_type {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
+    if model_type not in CONFIGS:
+        raise LaunchError(f"{file} has the model_type {model_type!r}; expected one of {', '.join(CONFIGS)}")
     config |= model_overrides(overrides)
     try:
-        (V41Config if model_type in V41_MODEL_TYPES else DSV4Config).from_hf(config)
+        CONFIGS[model_type].from_hf(config)
         Fields(config).sequence("architectures")
         for name in LAYER_COUNTS:
             Fields(config.get("text_config", config)).integer(name)

@@ -20,6 +20,8 @@ KEY = "dsv4_sglang"
 # Similarity from which a key counts as a misspelt KEY. Keys of model configs that SGLang and transformers read reach
 # 0.53 at most.
 ALIKE = 0.6
+# Most of the device that pins may hold, in percent. The rest is for requests.
+MOST_PINNED = 90
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Options:
     indexer_format: Literal["mxfp4", "nvfp4", "fp32"] = "mxfp4"
     snapshot_interval: int = 4096
     max_snapshots: int | None = None
+    pin_percent: int = 25
+    tenant_percent: int | None = None
     host_snapshots: int | None = None
     host_load_timeout_seconds: int = 60
     integrity_check: bool = False
@@ -44,6 +48,10 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise LaunchError(f"dsv4_sglang option {name} is {value}; expected {least} or more")
+        if self.tenant_percent is not None and not 1 <= self.tenant_percent <= 100:
+            raise LaunchError(f"dsv4_sglang option tenant_percent is {self.tenant_percent}; expected 1 to 100, or null")
+        if not 0 <= self.pin_percent <= MOST_PINNED:
+            raise LaunchError(f"dsv4_sglang option pin_percent is {self.pin_percent}; expected 0 to {MOST_PINNED}")
 
 
 def _is_valid(hint: Any, value: object) -> bool:

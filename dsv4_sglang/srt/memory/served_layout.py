@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.v41 import v41_layout
+from dsv4_sglang.cache.schema import v4_specs
+from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.config import DSV4Config, ModelConfig
 from dsv4_sglang.model.layer_schedule import build_schedule
-from dsv4_sglang.model.v41 import V41Config, v41_schedule
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
 
 
 def served_layout(
-    config: DSV4Config | V41Config,
+    config: ModelConfig,
     kv_cache_dtype: torch.dtype,
     options: Options,
     device: str | torch.device,
@@ -39,26 +41,28 @@ def served_layout(
     Raises:
         LaunchError: the dtype is not supported.
     """
-    device = torch.device(device)
+    specs: tuple[LayerKVSpec, ...]
     if isinstance(config, V41Config):
-        schedule = v41_schedule(config, draft_layers)
-        return v41_layout(schedule, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
-    if options.entry_format == "fp32":
-        kv_format = KVFormat.FP32
-    elif kv_cache_dtype == torch.float8_e4m3fn:
-        kv_format = KVFormat.FP8
-    elif kv_cache_dtype == torch.bfloat16:
-        kv_format = KVFormat.BF16
+        specs = v41_specs(config, draft_layers, draft_tokens)
     else:
-        raise LaunchError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")
-    return CacheLayout.build(
-        config,
-        build_schedule(config, draft_layers),
-        device,
-        kv_format=kv_format,
-        key_format=options.indexer_format,
-        hca_state="online",
-        draft_tokens=draft_tokens,
-        sm100=sm100,
-        draft_layers=draft_layers,
-    )
+        assert isinstance(config, DSV4Config), f"no layers of {type(config).__name__}"
+        specs = v4_specs(
+            config,
+            build_schedule(config, draft_layers),
+            kv_format=_kv_format(kv_cache_dtype, options),
+            key_format=options.indexer_format,
+            hca_state="online",
+            draft_tokens=draft_tokens,
+        )
+    return CacheLayout(specs, torch.device(device), sm100, draft_layers)
+
+
+def _kv_format(kv_cache_dtype: torch.dtype, options: Options) -> KVFormat:
+    """Return the KV format of V4."""
+    if options.entry_format == "fp32":
+        return KVFormat.FP32
+    if kv_cache_dtype == torch.float8_e4m3fn:
+        return KVFormat.FP8
+    if kv_cache_dtype == torch.bfloat16:
+        return KVFormat.BF16
+    raise LaunchError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")

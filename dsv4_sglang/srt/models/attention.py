@@ -4,6 +4,7 @@ the output after the inverse RoPE."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -24,7 +25,13 @@ from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.srt.attention.layer_ops import IndexQuery, LayerInputs
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.models.projections import CompressorWeights, FusedProjections, IndexerWeights, Latent
+from dsv4_sglang.srt.models.projections import (
+    CompressorWeights,
+    FusedProjections,
+    IndexerWeights,
+    Latent,
+    ProjectedInput,
+)
 from dsv4_sglang.srt.models.streams import on_stream, progress_event, wait_for
 from dsv4_sglang.srt.sglang.models import takes_quantised_input
 
@@ -185,7 +192,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         q = get_attn_backend().query_buffer(x.shape[0])
         side_stream = side_stream if self.compressor else None
         with on_stream(side_stream, progress_event(side_stream)):
-            projected = self.projections(x)
+            projected = self.project(x)
             all_projected = progress_event(side_stream)
         q_lora, kv = self._down(x)
         with on_stream(query_stream, progress_event(query_stream)):
@@ -197,19 +204,33 @@ class CachedAttention(in_tree.MqaAttentionBase):
         if self.indexer:
             with on_stream(side_stream, normed):
                 query = self.indexer(latent)
-                index_query = IndexQuery(query, projected[2], partial(wait_for, progress_event(side_stream)))
+                assert projected.index_weights is not None
+                index_query = IndexQuery(query, projected.index_weights, partial(wait_for, progress_event(side_stream)))
         wait_for(all_projected)
         inputs = LayerInputs(
             weights=self.cache_weights(),
             sink=self._sinks,
             wait_for_query=wait_for_query,
             accepts_rotated_output=self.quantises_output,
-            kv_score=projected[0] if self.compressor else None,
-            index_kv_score=projected[1] if self.indexer else None,
+            kv_score=projected.kv_score,
+            index_kv_score=projected.index_kv_score,
             index_query=index_query,
+            keys_of=self.keys_of,
         )
         out = self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs)
         return self._project_out(out, positions, defer_all_reduce)
+
+    def project(self, x: Tensor) -> ProjectedInput:
+        """Return the projections of x [T, hidden] that compressor and indexer take, in one GEMM."""
+        projected = self.projections(x)
+        if self.indexer:
+            return ProjectedInput(*projected)
+        return ProjectedInput(projected[0]) if projected else ProjectedInput()
+
+    @property
+    def keys_of(self) -> Callable[[Tensor], Tensor] | None:
+        """As in `cache.append.append_layer`."""
+        return None
 
     def cache_weights(self) -> LayerWeights:
         """Return the weights that the cache ops of this layer use."""

@@ -8,10 +8,14 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.models import deepseek_v4 as in_tree
 from torch import Tensor
 
-from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.model.config import DSV4Config, ModelConfig
+from dsv4_sglang.model.supported import CONFIGS
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.models.layers import DecoderLayer
 from dsv4_sglang.srt.models.layers_v41 import V41DecoderLayer
 from dsv4_sglang.srt.sglang.models import replaced
+
+LAYERS: dict[type[ModelConfig], type[DecoderLayer]] = {DSV4Config: DecoderLayer, V41Config: V41DecoderLayer}
 
 
 class Model(in_tree.DeepseekV4Model):
@@ -49,8 +53,8 @@ class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
 
     @staticmethod
     def layer_class(config: Any) -> type[DecoderLayer]:
-        """Return the layer class of V4 or V4.1."""
-        return V41DecoderLayer if config.model_type in V41_MODEL_TYPES else DecoderLayer
+        """Return the layer class of a model, from SGLang's config."""
+        return LAYERS[CONFIGS[config.model_type]]
 
     def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
         super().post_load_weights(*args, **kwargs)

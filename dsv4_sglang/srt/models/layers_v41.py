@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4.1 as SGLang builds them, with their attention replaced. For a CPU only.
+"""Layers of DeepSeek-V4.1 as SGLang builds them, with their attention replaced.
 
 SGLang uses V4's class for the model. Differences from V4: only few layers have a compressor and an indexer. The query
 is not normalised per head. A sublayer collapses the residual streams with weights that the previous sublayer computed,
@@ -7,21 +7,21 @@ so that one pass over the streams serves both (single-pass hyper-connections).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 
-from dsv4_sglang.cache.v41_step import V41LayerWeights
-from dsv4_sglang.srt.attention.backend_v41 import V41LayerInputs
+from dsv4_sglang.cache.append import LayerWeights
+from dsv4_sglang.formats.kv_entries import ROPE_DIM
 from dsv4_sglang.srt.cpu import torch_layers
-from dsv4_sglang.srt.models.attention import AttentionOutput, CachedAttention
+from dsv4_sglang.srt.models.attention import CachedAttention
 from dsv4_sglang.srt.models.layers import DecoderLayer
-from dsv4_sglang.srt.models.projections import Latent, linear, linear_fp32
+from dsv4_sglang.srt.models.projections import Latent, ProjectedInput, linear, linear_fp32
 
 
 class V41CompressorWeights(nn.Module):
@@ -36,12 +36,13 @@ class V41CompressorWeights(nn.Module):
         self.ratio = ratio
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input of `append_v41`: [T, 1024] fp32 at ratio 2, [T, 512] in the dtype of `x` at ratio 1."""
+        """Return `Projections.kv_score`: [T, 1024] fp32 at ratio 2, [T, 512] in the dtype of `x` at ratio 1."""
         return linear_fp32(x, self.get_parameter("wkv_gate.weight")) if self.ratio == 2 else self.wkv(x)[0]
 
 
 class V41IndexerWeights(nn.Module):
-    """Parameters of an indexer. `owns_keys`: include those of the keys, in a layer with its own entries."""
+    """Parameters of an indexer and its projections. `owns_keys`: include those of the keys, in a layer with its own
+    entries."""
 
     def __init__(self, config: Any, quant_config: Any, owns_keys: bool, prefix: str) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class V41IndexerWeights(nn.Module):
             self.wk = linear("wk", prefix, config.head_dim, self.dim)
             self.k_norm = RMSNorm(self.dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
 
-    def query(self, latent: Latent) -> Tensor:
+    def forward(self, latent: Latent) -> Tensor:
         """Return raw index queries `[T, heads, 128]`."""
         return self.wq_b(latent)[0].view(-1, self.heads, self.dim)
 
@@ -75,43 +76,35 @@ class V41Attention(CachedAttention):
         """Return an empty list: not all of V4.1's projections of x are fp32."""
         return []
 
-    def forward(
-        self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False
-    ) -> AttentionOutput:
-        if x.shape[0] == 0:
-            return x
-        q_lora, kv = self._down(x)
-        latent = self._latent(q_lora)
-        q = get_attn_backend().query_buffer(x.shape[0])
-        self._query(latent, positions, q)
-        inputs = V41LayerInputs(
-            weights=self._cache_weights,
-            sink=self._sinks,
-            compressor=self.compressor(x) if self.compressor else None,
-            keys_of=self.indexer.keys if self.compressor else None,
-            index_query=self.indexer.query(latent) if self.indexer else None,
+    def project(self, x: Tensor) -> ProjectedInput:
+        return ProjectedInput(
+            kv_score=self.compressor(x) if self.compressor else None,
             index_weights=self.indexer.weights_proj(x)[0] if self.indexer else None,
         )
-        return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs), positions, defer_all_reduce)
 
     @property
-    def _cache_weights(self) -> V41LayerWeights:
+    def keys_of(self) -> Callable[[Tensor], Tensor] | None:
+        return self.indexer.keys if self.compressor else None
+
+    def cache_weights(self) -> LayerWeights:
         owns = self.compressor is not None
-        return V41LayerWeights(
+        return LayerWeights(
             kv_norm=self.kv_norm.weight,
             rope=self.rope,
             eps=self.eps,
-            latent_norm=self.compressor.norm.weight if owns else None,
-            key_norm=self.indexer.k_norm.weight if owns else None,
+            entry_norm=self.compressor.norm.weight if owns else None,
+            index_norm=self.indexer.k_norm.weight if owns else None,
         )
 
     def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
         q = self.wq_b(latent)[0].view(-1, self.n_local_heads, self.head_dim)
-        out[:, : self.n_local_heads] = torch_layers.rotate(q.float(), self.rope[positions])
+        out = out[:, : self.n_local_heads]
+        out[..., :-ROPE_DIM] = q[..., :-ROPE_DIM]
+        out[..., -ROPE_DIM:] = torch_layers.rotate(q[..., -ROPE_DIM:].float(), self.rope[positions])
 
 
 class V41DecoderLayer(DecoderLayer):
-    """SGLang's layer with this package's attention and PyTorch hyper-connections."""
+    """SGLang's layer with this package's attention and, on a CPU, PyTorch hyper-connections."""
 
     attention = V41Attention
 
@@ -121,7 +114,8 @@ class V41DecoderLayer(DecoderLayer):
         """Run a layer on SGLang's record of the residual streams, and return the new record.
 
         The record has the streams `[T, n, hidden]` and the weights `[T, n]` with which the next sublayer collapses
-        them. The weights are None before the first layer, which takes the first stream.
+        them. The weights are None before the first layer, which takes the first stream. On a GPU SGLang does not call
+        this method.
         """
         streams, taken = state.residual, state.pre
         pre, post, comb = self.mixes_on_cpu(streams, self.attn_hc.fn, self.attn_hc.scale, self.attn_hc.base)

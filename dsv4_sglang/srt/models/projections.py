@@ -4,7 +4,7 @@ expects."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32
@@ -30,6 +30,19 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 def linear(name: str, prefix: str, width: int, out: int, quant_config: Any = None) -> ReplicatedLinear:
     """Return SGLang's layer `[T, width]` to `[T, out]`, whose weight its loader finds as `name` in module `prefix`."""
     return ReplicatedLinear(width, out, bias=False, quant_config=quant_config, prefix=add_prefix(name, prefix))
+
+
+class ProjectedInput(NamedTuple):
+    """Projections of a layer's input besides those of query and window entry, None where the layer has none.
+
+    Attributes:
+        kv_score, index_kv_score: as in `cache.append.Projections`.
+        index_weights: [T, index heads], weights of the heads of the indexer.
+    """
+
+    kv_score: Tensor | None = None
+    index_kv_score: Tensor | None = None
+    index_weights: Tensor | None = None
 
 
 class FusedProjections:

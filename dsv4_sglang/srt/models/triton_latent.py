@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_sglang.attention.tensor_checks import FLOATS, TensorChecker
-from dsv4_sglang.formats.kv_entries import FP8_MAX
+from dsv4_sglang.formats.quantise import FP8_MAX
 
 GROUP = 128  # channels that share a scale
 SCALE_ALIGNMENT = 4  # rows: DeepGEMM loads columns of fp32 scales in units of 16 bytes

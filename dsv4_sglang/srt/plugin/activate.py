@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.model.supported import CONFIGS
 from dsv4_sglang.srt.launch.command import config_of
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
@@ -66,7 +66,7 @@ def _declare_state() -> None:
     """Declare in SGLang's config classes of this architecture that the model has a recurrent state."""
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
 
-    for kind in map(config_class, ("deepseek_v4", *V41_MODEL_TYPES)):
+    for kind in map(config_class, CONFIGS):
         # Snapshots are taken at multiples of this many tokens.
         kind.mamba_chunk_size = BLOCK
         kind.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
@@ -85,11 +85,12 @@ def _register_caches(options: Options, server_args: Any) -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from dsv4_sglang.srt.attention.backend_v41 import backend_class
+    from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 
-    register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
-    register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=options.snapshot_interval))
+    register_attention_backend(BACKEND)(HybridCacheBackend)
+    build = partial(build_prefix_cache, interval=options.snapshot_interval, tenant_percent=options.tenant_percent)
+    register_radix_cache_backend(PREFIX_CACHE, build)
     if server_args.enable_hierarchical_cache:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 

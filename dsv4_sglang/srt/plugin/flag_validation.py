@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
+from dsv4_sglang.cache.host_memory import available_bytes
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
@@ -21,7 +22,7 @@ from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
 from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, REJECTION, on_grid
-from dsv4_sglang.srt.sglang.flags import flag_defaults
+from dsv4_sglang.srt.sglang.flags import flag_defaults, given_graph_settings
 
 # CUDA graphs of a phase: the only kind that is served, and the reason.
 GRAPHS = (
@@ -290,11 +291,15 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     if args.device != "cpu":
         yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
     for field, served in (
-        *(("speculative_algorithm", None), ("enable_hierarchical_cache", False), ("enable_dp_attention", False)),
-        *(("disaggregation_mode", "null"), ("tp_size", 1)),
+        ("speculative_algorithm", None),
+        ("disaggregation_mode", "null"),
     ):
         if (value := getattr(args, field)) != served:
             yield _named(field, value), f"{untested}; leave it out"
+    if ("prefill", "backend") in given_graph_settings(args) and args.cuda_graph_config.prefill.backend != "disabled":
+        backend = args.cuda_graph_config.prefill.backend
+        reason = "the selection of DeepSeek-V4.1 cannot be recorded for a whole context; leave it out"
+        yield f"--cuda-graph-backend-prefill {backend}", reason
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
@@ -341,8 +346,8 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
 
 
 def memory_gb() -> int:
-    """Return the memory of this machine in GB (10^9 bytes)."""
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10**9)
+    """Return the memory that this machine and this container have left, in GB (10^9 bytes)."""
+    return available_bytes() // 10**9
 
 
 def reject_for_machine(args: Any) -> None:
@@ -352,11 +357,13 @@ def reject_for_machine(args: Any) -> None:
     """
     if not args.enable_hierarchical_cache:
         return
-    size, processes, memory = args.hicache_size, max(1, args.tp_size // args.nnodes), memory_gb()
-    if size * processes > memory:
+    # The processes of a rank of DP attention share one host cache, on each of their machines.
+    size, caches, memory = args.hicache_size, max(1, _attention_ranks(args) // args.nnodes), memory_gb()
+    if size * caches > memory:
+        of_ranks = f" for each of {caches} ranks of DP attention" if caches > 1 else ""
         raise LaunchError(
-            f"--hicache-size {size}: {processes} x {size} GB for the processes on this machine, which has {memory} GB "
-            f"of memory; give less than {memory // processes}"
+            f"--hicache-size {size}: {size} GB{of_ranks}, but this machine has {memory} GB of memory left; give at "
+            f"most {memory // caches}"
         )
     storage = args.hicache_storage_backend
     if storage in STORAGE_PACKAGES and find_spec(storage) is None:

@@ -12,7 +12,7 @@ from typing import Any
 from dsv4_sglang.srt.attention import collectives, prefill_graphs, speculation
 from dsv4_sglang.srt.cpu import grammar, without_gpu
 from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
-from dsv4_sglang.srt.features import control_requests, disaggregation, lookup, sleep, weight_groups
+from dsv4_sglang.srt.features import control_requests, disaggregation, endpoints, hints, sleep, weight_groups
 from dsv4_sglang.srt.features.integrity import report
 from dsv4_sglang.srt.plugin import request_validation, start_progress, tokenizer_workers
 from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
@@ -127,8 +127,11 @@ ALWAYS: Table = {
         SRT + "managers.tokenizer_manager.TokenizerManager.init_communicators": control_requests.receive_errors,
         SRT + "managers.communicator.FanOutCommunicator.__call__": control_requests.raise_errors,
     },
-    "a router asks which tokens of a prompt are cached; this call is the first one that has the tokenizer manager": {
-        SRT + "parser.template_manager.TemplateManager.initialize_templates": lookup.add_endpoint
+    "routers look prompts up and prefetch them; this call is the first one that has the tokenizer manager": {
+        SRT + "parser.template_manager.TemplateManager.initialize_templates": endpoints.add_endpoints
+    },
+    "a request whose pin exceeds the limit is rejected before it begins, and only a scheduler knows what is pinned": {
+        SRT + "managers.scheduler.Scheduler.handle_generate_request": hints.reject_pin
     },
     "a group whose processes do not join would occupy the scheduler for up to 30 minutes": {
         SRT + "utils.common.init_custom_process_group": weight_groups.bound_group

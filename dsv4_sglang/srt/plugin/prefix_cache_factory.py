@@ -14,15 +14,18 @@ from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 
 
-def build_prefix_cache(ctx: Any, interval: int) -> Any:
+def build_prefix_cache(ctx: Any, interval: int, tenant_percent: int | None = None) -> Any:
     """Build the prefix cache of a server; factory for `register_radix_cache_backend`.
 
     Args:
         ctx: SGLang's build context.
         interval: the option `snapshot_interval`, in tokens.
+        tenant_percent: the option `tenant_percent`.
     """
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
+    slots = ctx.params.req_to_token_pool.mamba_ckpt_pool
+    slots.tenant_percent, slots.tokens = tenant_percent, ctx.params.token_to_kv_pool_allocator.size
     ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
     if ctx.enable_hierarchical_cache:
         from dsv4_sglang.srt.host_cache.cache import build_host_prefix_cache

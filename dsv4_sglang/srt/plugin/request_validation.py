@@ -21,6 +21,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.features.hints import check_hints, take_from_custom_params
 
 # Maximum answers per prompt (`n`). SGLang creates a state for each before it generates the first.
 MAX_ANSWERS = 1024
@@ -88,6 +89,7 @@ def check_origin(original: Callable[..., Any], manager: Any, obj: Any, request: 
 def check_fields(original: Callable[..., None], request: Any) -> None:
     """AROUND GenerateReqInput.normalize_batch_and_arguments, which copies fields for each prompt and answer: check the
     fields before and after it."""
+    take_from_custom_params(request)
     _check_given(request)
     original(request)
     _check_lengths(request)
@@ -186,6 +188,7 @@ def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None
             _check_labels(manager, request.rid)
         for name, value, expected in _invalid_values(request, manager.model_config.vocab_size):
             raise _invalid(name, value, expected)
+        check_hints(manager, request.kv_hints)
         _ask_for_no_mask(manager, request)
     original(manager, obj)
 

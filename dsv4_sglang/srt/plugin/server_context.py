@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.config import ModelConfig
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.attention import prefill_graphs
@@ -47,7 +47,7 @@ class ServerContext:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.model: DSV4Config | V41Config | None = None
+        self.model: ModelConfig | None = None
         self.layout: CacheLayout | None = None
         self.demand: StateDemand | None = None
         self.pool: CacheKVPool | None = None
@@ -69,10 +69,15 @@ class ServerContext:
         reject_given(server_args, hf_config, self.options)
         reject_for_machine(server_args)
         try:
-            model_config(hf_config)
+            model = model_config(hf_config)
         except (KeyError, TypeError, ValueError) as error:
             raise LaunchError(f"config.json of {server_args.model_path}: {error.args[0]}") from None
-        prefill_graphs.switch_on(server_args)
+        if isinstance(model, V41Config):
+            prefill_graphs.switch_off(server_args)
+            # On a GPU SGLang computes layers 20 to 39 for the last 128 tokens of a prompt only, which is not exact.
+            set_flags(server_args, enable_decoder_swa_bounded_replay=False)
+        else:
+            prefill_graphs.switch_on(server_args)
         # A decoding request takes a rolling snapshot at the end of every block.
         set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
         if not server_args.disable_radix_cache:
@@ -224,13 +229,16 @@ class ServerContext:
         return self.pool
 
     def started(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """Check the classes of a scheduler before it reports ready, let it answer lookups, and start the watchdog of
-        loads."""
+        """Check the classes of a scheduler before it reports ready, let it answer lookups and take hints, and start the
+        watchdog of loads."""
+        from dsv4_sglang.srt.features.hints import limit_pins, receive_times
         from dsv4_sglang.srt.features.lookup import answer_lookups
         from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 
         check_started(scheduler)
         answer_lookups(scheduler)
+        receive_times(scheduler)
+        limit_pins(scheduler, self.options.pin_percent, self.options.tenant_percent)
         if isinstance(scheduler.tree_cache, HostPrefixCache):
             scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
         return original(scheduler)
@@ -239,8 +247,7 @@ class ServerContext:
         """Append the name of the cache layout to the KV cache dtype, which both servers of a transfer compare."""
         from dsv4_sglang.srt.features.disaggregation import cache_name
 
-        assert self.layout is not None, "pools are built before they are offered"
-        assert isinstance(self.model, DSV4Config)
+        assert self.layout is not None and self.model is not None, "pools are built before they are offered"
         name = cache_name(self.layout, self.model)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"
         original(manager, args, *arguments, **named)

@@ -29,6 +29,7 @@ FLAGS_READ = (
     "json_model_override_args",
     "model_path",
     "nnodes",
+    "node_rank",
     "random_seed",
     "revision",
     "speculative_draft_load_format",

@@ -84,13 +84,12 @@ def _prefix_cache(scheduler: Any) -> Expected:
 def _model(scheduler: Any) -> Expected:
     """Yield the expected classes of the model and, with speculation, of its draft model."""
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
-    from dsv4_sglang.srt.attention.backend_v41 import backend_class
     from dsv4_sglang.srt.models.attention import CachedAttention
     from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
 
     served = scheduler.tp_worker.model_runner
     config = served.model_config.hf_config
-    yield "attention backend", served.attn_backend, backend_class(config)
+    yield "attention backend", served.attn_backend, HybridCacheBackend
     yield "model", served.model, DeepseekV4ForCausalLM
     for i, layer in enumerate(served.model.model.layers):
         yield f"attention of layer {i}", layer.self_attn, DeepseekV4ForCausalLM.layer_class(config).attention

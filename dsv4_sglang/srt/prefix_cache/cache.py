@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from dsv4_sglang.cache.contracts import PrefixCacheContract
+from dsv4_sglang.srt.prefix_cache.component import component_of
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
+from dsv4_sglang.srt.prefix_cache.hints import apply_hints
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
+from dsv4_sglang.srt.prefix_cache.pins import Pins
 from dsv4_sglang.srt.sglang.tree import nodes_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 # Minimum pause between two checks of the tree, as a multiple of the duration of the last check.
 CHECK_PAUSE = 100
@@ -35,8 +39,38 @@ class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
     # The scheduler's running batch. It is marked as full (`batch_is_full`) while there is no room for another request.
     running_batch: Any = None
     _next_check = 0.0
+    # Time in seconds, the same in all processes of a rank (`at_time`).
+    now = 0.0
     # With --kv-events-config, in the process that publishes them.
     events: PrefixEvents | None = None
+
+    def __init__(self, params: Any) -> None:
+        self.pins = Pins(self)
+        super().__init__(params)
+        component_of(self).metrics.pins = self.pins
+
+    def at_time(self, now: float) -> None:
+        """End the pins and hints whose time is over.
+
+        Args:
+            now: time in seconds. It comes from a message to all processes of a rank, because a clock of each would let
+                them evict different entries.
+        """
+        self.now = max(self.now, now)
+        self.pins.expire(self.now)
+        component_of(self).slots.registry.end_hints(self.now)
+
+    def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
+        before = req.last_node
+        super().checkpoint(req, up_to=up_to, **arguments)
+        if req.finished():
+            if req.last_node == self.root_node.id:  # nothing was inserted
+                req.last_node = before
+            self.finished(req, self.tree_core.node_by_id(req.last_node))
+
+    def finished(self, req: Req, node: UnifiedTreeNode) -> None:
+        """Apply the hints of a finished request. `node`: the node of its last snapshot, or the root."""
+        apply_hints(self, req, node)
 
     def sanity_check(self) -> None:
         begin = time.monotonic()
@@ -51,6 +85,7 @@ class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
 
     def reset(self) -> None:
         super().reset()
+        self.pins.forget()
         slots = self.req_to_token_pool.mamba_ckpt_pool
         slots.forget()
         self.tree_core.evictable_device_leaves = EvictableLeaves(slots)

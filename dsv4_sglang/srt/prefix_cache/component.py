@@ -45,7 +45,12 @@ class SnapshotComponent(MambaComponent):
         parallel = get_parallel()
         self.rank, self.silent = parallel.attn_dp_rank, parallel.attn_tp_rank > 0
         self.metrics = CacheMetrics(
-            self.slots, enabled=params.enable_metrics, rank=self.rank, silent=self.silent, host=self.on_host
+            self.slots,
+            enabled=params.enable_metrics,
+            rank=self.rank,
+            silent=self.silent,
+            host=self.on_host,
+            tenants=self.slots.tenant_percent is not None,
         )
 
     # Requests
@@ -126,7 +131,8 @@ class SnapshotComponent(MambaComponent):
 
     def _add_to_registry(self, node: UnifiedTreeNode, number: int, length: int) -> None:
         self.slots.nodes[number] = node
-        self.slots.registry.add(number, length, snapshot_above(self.slots, node), snapshots_below(self.slots, node))
+        above, below = snapshot_above(self.slots, node), snapshots_below(self.slots, node)
+        self.slots.registry.add(number, length, above, below, tenant=node.key.cache_salt or "")
         self.tree_core.evictable_device_leaves.refresh(node)
 
     def _lock_as_node(self, node: UnifiedTreeNode, slot: int) -> None:

@@ -30,6 +30,9 @@ class Ranking:
         """Number of entries in memory, with the old ones."""
         return len(self._heap)
 
+    def key(self, item: int) -> float | None:
+        return self._keys.get(item)
+
     def put(self, item: int, key: float) -> None:
         """Add an item, or change its key."""
         if self._keys.get(item) != key:
@@ -74,7 +77,7 @@ class Entry(NamedTuple):
     Attributes:
         last: time when the snapshot was taken or last resumed from.
         interval: its reuse interval, 0 while unknown.
-        cost: its recompute cost.
+        cost: its recompute cost, times the weight of its hint.
     """
 
     last: int
@@ -96,8 +99,9 @@ class EvictionOrder:
     - the longest known interval / cost, which does not change with time;
     - the mean interval / cost, for snapshots with an unknown interval. The mean is a common factor, so the order does
       not change either;
-    - the age / cost. Of snapshots with equal costs, the oldest has the highest. Costs are multiples of 128 tokens, so
-      the number of different ones is bounded by the context length, not by the number of snapshots.
+    - the age / cost. Of snapshots with equal costs, the oldest has the highest. Costs are multiples of 128 tokens,
+      times one of a few weights, so the number of different ones is bounded by the context length, not by the number
+      of snapshots.
     """
 
     def __init__(self) -> None:
@@ -105,6 +109,8 @@ class EvictionOrder:
         self._known, self._unknown = Ranking(), Ranking()
         # Cost -> snapshots of this cost by age.
         self._oldest: dict[float, Ranking] = {}
+        # Cost -> (`last`, number) of the oldest of them, because each eviction reads all of these.
+        self._heads: dict[float, tuple[float, int]] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -128,16 +134,21 @@ class EvictionOrder:
         else:
             self._unknown.put(number, -tie / entry.cost)
         self._oldest.setdefault(entry.cost, Ranking()).put(number, entry.last)
+        self._note_head(entry.cost)
 
     def drop(self, number: int) -> None:
         """Remove a snapshot, if it is there."""
         if (entry := self.entries.pop(number, None)) is None:
             return
         (self._known if entry.interval else self._unknown).drop(number)
-        oldest = self._oldest[entry.cost]
-        oldest.drop(number)
-        if not len(oldest):
-            del self._oldest[entry.cost]
+        self._oldest[entry.cost].drop(number)
+        self._note_head(entry.cost)
+
+    def _note_head(self, cost: float) -> None:
+        if (head := self._oldest[cost].first()) is None:
+            del self._oldest[cost], self._heads[cost]
+        else:
+            self._heads[cost] = head
 
     def first(self, now: int, mean_interval: float) -> tuple[int, float]:
         """Return the snapshot with the highest eviction score (of equal ones, the smallest number) and the score.
@@ -172,9 +183,8 @@ class EvictionOrder:
     def _longest_waiting(self, now: int) -> tuple[float, int] | None:
         """Return the snapshot with the highest age / cost, as (-age / cost, number)."""
         highest = None
-        for cost, oldest in self._oldest.items():
-            last, number = oldest.first() or (0, 0)
-            waiting = -(now - last) * (1 + TIE * last) / cost, number
-            if highest is None or waiting < highest:
-                highest = waiting
+        for cost, (last, number) in self._heads.items():
+            waiting = -(now - last) * (1 + TIE * last) / cost
+            if highest is None or waiting < highest[0] or (waiting == highest[0] and number < highest[1]):
+                highest = waiting, number
         return highest

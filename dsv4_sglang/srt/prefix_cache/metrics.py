@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dsv4_sglang import __version__
 from dsv4_sglang.srt.prefix_cache.notes import RequestNote
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE as ON_DEVICE
 from dsv4_sglang.srt.sglang.scheduler import seconds_since_created
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
     from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+    from dsv4_sglang.srt.prefix_cache.tenants import TenantShares
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,9 @@ class Metric(NamedTuple):
 DEVICE, HOST, STORAGE = SOURCES = ("device", "host", "storage")
 HIT, MISS, EVICTED = "hit", "miss", "evicted"
 SLOTS, BLOCKS, SLEEP = REASONS = ("slots", "blocks", "sleep")
+# Hints of requests: applied ones by action, and those without an effect.
+RETAIN, PIN, DEMOTE = ACTIONS = ("retain", "pin", "demote")
+UNTRUSTED, LOST = ("untrusted", "lost")
 
 METRICS = (
     Metric("build_info", GAUGE, "Always 1; the label has this package's version.", "version", (__version__,)),
@@ -84,6 +89,15 @@ METRICS = (
         "reason",
         REASONS,
     ),
+    Metric(
+        "hints",
+        COUNTER,
+        "Hints of requests, by effect; untrusted: too few came true; lost: there was no snapshot.",
+        "effect",
+        (*ACTIONS, UNTRUSTED, LOST),
+    ),
+    Metric("pinned_tokens", GAUGE, "Tokens of pinned conversations."),
+    Metric("pin_capacity_tokens", GAUGE, "Tokens that may be pinned."),
     Metric("snapshot_copied_bytes", COUNTER, "Bytes copied to snapshots and from them."),
     Metric("snapshot_timed_bytes", COUNTER, "Those bytes that prefill steps copied."),
     Metric("snapshot_copy_seconds", COUNTER, "Device time of the copies of prefill steps."),
@@ -108,6 +122,20 @@ HOST_METRICS = (
         "reason",
         (SLOTS, BLOCKS),
     ),
+)
+
+# Additional metrics of a server with shares of tenants. Tenants are not named: their salts may be secrets.
+TENANT_RANKS, OTHER_TENANTS = ("1", "2", "3", "4"), "other"
+TENANT_METRICS = (
+    Metric(
+        "tenant_tokens",
+        GAUGE,
+        "Tokens on the GPU of the tenants that hold most, by rank, and of all others.",
+        "rank",
+        (*TENANT_RANKS, OTHER_TENANTS),
+    ),
+    Metric("tenants", GAUGE, "Tenants that hold tokens on the GPU."),
+    Metric("tenants_above_share", GAUGE, "Those of them that hold more than their share."),
 )
 
 
@@ -155,10 +183,28 @@ class HostPool(Protocol):
         """Number of rows in use."""
 
 
+class PinLimits(Protocol):
+    """Pins of the prefix cache: the tokens that they are charged with, and the limit."""
+
+    most_tokens: int
+
+    @property
+    def tokens(self) -> int: ...
+
+
 class CacheMetrics:
     """Metrics of one DP attention rank, written to the log and, with --enable-metrics, to /metrics."""
 
-    def __init__(self, slots: SnapshotSlots, *, enabled: bool, rank: int, silent: bool, host: bool = False) -> None:
+    def __init__(
+        self,
+        slots: SnapshotSlots,
+        *,
+        enabled: bool,
+        rank: int,
+        silent: bool,
+        host: bool = False,
+        tenants: bool = False,
+    ) -> None:
         """Create the metrics and connect the snapshot timers.
 
         Args:
@@ -167,16 +213,19 @@ class CacheMetrics:
             rank: DP attention rank.
             silent: Do not publish or log, because a different process of the rank does.
             host: The server has a host cache.
+            tenants: Tenants have shares.
         """
-        self._slots, self._silent = slots, silent
+        self._slots, self._silent, self._tenants = slots, silent, tenants
         # Label of evicted snapshots, one of REASONS.
         self.eviction_reason = BLOCKS
         self._pools: tuple[HostPool, HostPool] | None = None
+        self.pins: PinLimits | None = None
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._logged_at, self._logged = time.monotonic(), 0.0
         self._series: dict[tuple[str, str], Any] = {}
         if enabled and not silent:
-            self._series = _series((*METRICS, *(HOST_METRICS if host else ())), rank)
+            more = (*(HOST_METRICS if host else ()), *(TENANT_METRICS if tenants else ()))
+            self._series = _series((*METRICS, *more), rank)
             self._series["build_info", __version__].set(1)
         slots.timer.finished = partial(self.add, "snapshot_copy_seconds")
         slots.waits.finished = partial(self.add, "host_wait_seconds")
@@ -267,11 +316,30 @@ class CacheMetrics:
     def states(self) -> dict[str, float]:
         """Return all gauges by name."""
         states: dict[str, float] = {"snapshots": self.used_slots, "snapshot_capacity": self._slots.num_slots}
+        if self.pins is not None:
+            states |= {"pinned_tokens": self.pins.tokens, "pin_capacity_tokens": self.pins.most_tokens}
         if self._pools is not None:
             blocks, snapshots = self._pools
             states |= {"host_tokens": blocks.used_rows * blocks.page_size, "host_capacity_tokens": blocks.size}
             states |= {"host_snapshots": snapshots.used_rows, "host_snapshot_capacity": snapshots.page_num}
+        if (shares := self._shares) is not None:
+            states |= {
+                "tenants": len(shares.held[ON_DEVICE]),
+                "tenants_above_share": len(shares.above[ON_DEVICE]),
+            }
         return states
+
+    @property
+    def _shares(self) -> TenantShares | None:
+        return self._slots.registry.shares if self._tenants else None
+
+    def tenant_tokens(self) -> dict[str, int]:
+        """Return the tokens on the device of the largest tenants by rank, and of the others. Empty without shares."""
+        if (shares := self._shares) is None:
+            return {}
+        first, others = shares.largest(ON_DEVICE, len(TENANT_RANKS))
+        ranks = dict.fromkeys(TENANT_RANKS, 0) | dict(zip(TENANT_RANKS, first))
+        return {**ranks, OTHER_TENANTS: others}
 
     def _poll(self) -> None:
         """Collect finished copies and the counters of the host pools."""
@@ -295,6 +363,8 @@ class CacheMetrics:
         if self._series:
             for name, value in self.states().items():
                 self._series[name, ""].set(value)
+            for rank, value in self.tenant_tokens().items():
+                self._series["tenant_tokens", rank].set(value)
         now, prompts = time.monotonic(), self._sums["prompt_tokens", ""]
         if not self._silent and now - self._logged_at >= LOG_SECONDS and prompts != self._logged:
             self._logged_at, self._logged = now, prompts
@@ -304,5 +374,8 @@ class CacheMetrics:
         """Return all values but zeros, each with its name and label under /metrics. A histogram has its sum."""
         self._poll()
         values = {**self._sums, **{(name, ""): amount for name, amount in self.states().items()}}
-        keys = [(metric.name, value) for metric in (*METRICS, *HOST_METRICS) for value in metric.values]
+        values |= {("tenant_tokens", rank): tokens for rank, tokens in self.tenant_tokens().items()}
+        keys = [
+            (metric.name, value) for metric in (*METRICS, *HOST_METRICS, *TENANT_METRICS) for value in metric.values
+        ]
         return ", ".join(f"{' '.join(key).strip()} {values[key]:.6g}" for key in keys if values.get(key))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.eviction_order import TIE, Entry, EvictionOrder
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, above_share, order_of
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
@@ -30,15 +31,16 @@ EVERY = slice(None)
 class EvictionPolicy:
     """Value of the snapshots of a registry. The snapshot with the lowest value is evicted:
 
-        value          = recompute_cost x probability of reuse
+        value          = recompute_cost x probability of reuse x weight
         recompute_cost = (length - length of `previous`) x (SUPERSEDED if a later snapshot is on the branch, else 1)
         probability    ~ 1 / reuse_interval
         reuse_interval = max(age, interval of the branch, or the mean interval while the branch was never reused)
 
     `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
     taken or last resumed from. `interval` is a moving average of the times between uses of the branch, and the mean is
-    that of `ReuseEstimate`. The code compares the reciprocal of the value, `eviction_score`: the highest score is
-    evicted first. Blocks are evicted by `reuse_interval` alone, since every block saves the same number of tokens.
+    that of `ReuseEstimate`. `weight` is that of a hint (`HintWeights`), else 1. The code compares the reciprocal of the
+    value, `eviction_score`: the highest score is evicted first. Blocks are evicted by `reuse_interval` divided by
+    `weight`, since every block saves the same number of tokens.
 
     A branch with an interval too long for the pool is thus evicted before branches that the pool can hold. Before the
     first reuse all intervals are unknown, and the oldest snapshots stay.
@@ -47,11 +49,11 @@ class EvictionPolicy:
     def __init__(self, registry: SnapshotRegistry) -> None:
         self.registry = registry
         # Snapshots whose blocks end in a leaf that the tree may evict, by reuse interval (`at_leaf`).
-        self.leaves = EvictionOrder()
+        self.leaves = order_of(registry.shares, DEVICE)
         # Snapshots in device slots that may be evicted for their slot, by eviction score.
-        self._for_slots = EvictionOrder()
+        self._for_slots = order_of(registry.shares, DEVICE)
         # Copies on the host that are no duplicates, by eviction score and by reuse interval.
-        self.host_rows, self.host_blocks = EvictionOrder(), EvictionOrder()
+        self.host_rows, self.host_blocks = order_of(registry.shares, HOST), order_of(registry.shares, HOST)
         # Result of the last search for the snapshots that the device evicts next (`mark_next_evicted`).
         self._next_evicted = np.zeros(registry.size, dtype=bool)
 
@@ -67,7 +69,8 @@ class EvictionPolicy:
         return saved * (SUPERSEDED if registry.superseded(number) else 1.0)
 
     def _entry(self, number: int, cost: float) -> Entry:
-        return Entry(int(self.registry.last[number]), self._interval(number), max(cost, 1e-9))
+        weight = float(self.registry.hints.weight[number])
+        return Entry(int(self.registry.last[number]), self._interval(number), max(cost, 1e-9) * weight)
 
     def recompute_cost(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return the tokens to recompute without each of the snapshots `at`, times SUPERSEDED where that applies."""
@@ -76,10 +79,12 @@ class EvictionPolicy:
         return saved * np.where(registry.followers[at] == 1, SUPERSEDED, 1.0)
 
     def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
-        """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, float64."""
+        """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, divided by the
+        weights of their hints, float64."""
         last, known = self.registry.last[at], self.registry.interval[at]
         interval = np.where(known > 0, known, self.registry.reuse.mean_interval)
-        return np.maximum(np.maximum(self.registry.now - last, interval), 1.0) * (1 + TIE * last)
+        expected = np.maximum(np.maximum(self.registry.now - last, interval), 1.0) * (1 + TIE * last)
+        return expected / self.registry.hints.weight[at]
 
     def eviction_score(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return `reuse_interval` divided by `recompute_cost`. The highest score is evicted first."""
@@ -172,7 +177,7 @@ class EvictionPolicy:
         free = here & ((locks == 0) | copying)
         leaving: dict[int, None] = {}
         device = slice(len(here))
-        reuse_interval = self.reuse_interval(device)
+        reuse_interval = self.reuse_interval(device) * above_share(registry.shares, device, DEVICE)
         if slots > 0:
             score = reuse_interval / np.maximum(self.recompute_cost(device), 1e-9)
             order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)

@@ -17,9 +17,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, TenantShares
 
 # Evicted branches that are remembered for ghost hits, per place of the registry.
 REMEMBERED = 4
@@ -31,7 +33,22 @@ class SnapshotRegistry:
     Time is counted in admitted requests (`tick`).
     """
 
-    def __init__(self, capacity: int, host_rows: int = 0, policy: type[EvictionPolicy] = EvictionPolicy) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        host_rows: int = 0,
+        policy: type[EvictionPolicy] = EvictionPolicy,
+        *,
+        shares: TenantShares | None = None,
+    ) -> None:
+        """Create an empty registry.
+
+        Args:
+            capacity: snapshot slots of the device.
+            host_rows: rows of the host cache.
+            policy: eviction policy.
+            shares: shares of tenants. None: there is no limit.
+        """
         self.capacity = capacity
         self.now = 0
         # Incremented by each change that may alter the order of snapshots.
@@ -52,6 +69,8 @@ class SnapshotRegistry:
         # Number of snapshots that have this one as `previous`.
         self.followers = np.zeros(size, dtype=np.int64)
         self.copies = HostCopies(size)
+        self.hints = HintWeights(size)
+        self.shares = shares
         self.reuse = ReuseEstimate(REMEMBERED * size)
         self.policy = policy(self)
 
@@ -59,7 +78,7 @@ class SnapshotRegistry:
         self.now += 1
         self.changes += 1
 
-    def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
+    def add(self, slot: int, length: int, previous: int, following: Iterable[int] = (), *, tenant: str = "") -> None:
         """Add a snapshot to the forest.
 
         Args:
@@ -67,6 +86,7 @@ class SnapshotRegistry:
             length: tokens of the path that it covers.
             previous: the next snapshot on the path to the root, or 0.
             following: followers of `previous` that now follow the new snapshot.
+            tenant: the tenant that it belongs to.
 
         Raises:
             ValueError: the number is in use.
@@ -80,6 +100,11 @@ class SnapshotRegistry:
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
         following = list(following)
         self.previous[slot], self.previous[following] = previous, slot
+        if self.shares is not None:
+            self.shares.of[slot] = self.shares.index(tenant)
+            self._count(slot, self._tokens_of(slot), 1)
+            for number in following:
+                self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
         self.policy.changed(slot, previous, *following)
@@ -101,16 +126,43 @@ class SnapshotRegistry:
             self.reuse.wait_ended(float(self.now - self.last[slot]), reused=False)
             if path_hash:
                 self.reuse.remember(path_hash, int(self.last[slot]))
+        self.hints.evicted(slot, path_hash, self.now)
         following, previous = list(self.following(slot)), int(self.previous[slot])
+        if self.shares is not None:
+            for number in following:
+                self._count(number, self._tokens_of(slot), 0)
+            self._count(slot, -self._tokens_of(slot), -1)
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
         self._forget(slot)
         self.policy.changed(previous, *following)
 
+    def count_tenants(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """Return `TenantShares.held` as a scan of all snapshots finds it, for the integrity audit."""
+        held: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
+        if self.shares is None:
+            return held
+        for number in np.flatnonzero(self.in_registry).tolist():
+            tenant, of_place = int(self.shares.of[number]), held[DEVICE if number <= self.capacity else HOST]
+            tokens, snapshots = of_place.get(tenant, (0, 0))
+            of_place[tenant] = tokens + self._tokens_of(number), snapshots + 1
+        return held
+
+    def _tokens_of(self, number: int) -> int:
+        """Return the tokens after the snapshot before this one."""
+        return int(self.length[number] - self.length[self.previous[number]])
+
+    def _count(self, number: int, tokens: int, snapshots: int) -> None:
+        """Add tokens and snapshots to what the tenant of a snapshot holds."""
+        if self.shares is not None:
+            place = DEVICE if number <= self.capacity else HOST
+            self.shares.count(place, int(self.shares.of[number]), tokens, snapshots)
+
     def _forget(self, slot: int) -> None:
         self.in_registry[slot] = False
         self.followers[slot] = 0
         self.copies.forget(slot)
+        self.hints.drop(slot)
         self.policy.forget(slot)
 
     def host_id(self, row: int) -> int:
@@ -130,6 +182,11 @@ class SnapshotRegistry:
         for column in (self.length, self.last, self.interval, self.previous, self.followers):
             column[to] = column[slot]
         self.locks[to] = 0
+        self.hints.move(slot, to)
+        if self.shares is not None:
+            self.shares.of[to] = self.shares.of[slot]
+            self._count(to, self._tokens_of(to), 1)
+            self._count(slot, -self._tokens_of(to), -1)
         at_leaf = slot in self.policy.leaves
         self._forget(slot)
         self.in_registry[to] = True
@@ -147,8 +204,22 @@ class SnapshotRegistry:
         if not self.followers[slot]:
             self.reuse.wait_ended(since, reused=True)
         self.last[slot] = self.now
+        self.hints.used(slot)
         self.policy.changed(slot)
         return since
+
+    def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
+        """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""
+        self.changes += 1
+        trusted = self.hints.give(slot, hint, until)
+        self.policy.changed(slot)
+        return trusted
+
+    def end_hints(self, now: float) -> None:
+        """End the hints whose time is over at `now`, in seconds."""
+        if ended := self.hints.expire(now):
+            self.changes += 1
+            self.policy.changed(*ended)
 
     def ghost_hit(self, path_hashes: Iterable[int]) -> float:
         """Count a reuse if a request recomputes an evicted branch.
@@ -159,6 +230,8 @@ class SnapshotRegistry:
         Returns:
             The time since the last use of the longest evicted path. 0 if none is remembered.
         """
+        path_hashes = list(path_hashes)
+        self.hints.returned(path_hashes, self.now, self.reuse.mean_reuse_wait)
         since = self.reuse.ghost_hit(path_hashes, self.now)
         if since is None:
             return 0.0

@@ -14,6 +14,7 @@ from dsv4_sglang.cache.contracts import SnapshotPool
 from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.tenants import Room, TenantShares
 
 
 class SnapshotSlots(SnapshotPool):
@@ -32,6 +33,9 @@ class SnapshotSlots(SnapshotPool):
             snapshot_bytes: bytes of a snapshot, for metrics.
         """
         self.num_slots, self.snapshot_bytes, self.host_rows = size, snapshot_bytes, 0
+        # Largest share of a tenant in percent (option `tenant_percent`), and the tokens of device and host.
+        self.tenant_percent: int | None = None
+        self.tokens = self.host_tokens = 0
         self.clear()
         self._host_ids = torch.arange(size + 1, dtype=torch.int64)
         self._ids = self._host_ids.to(device)
@@ -74,7 +78,11 @@ class SnapshotSlots(SnapshotPool):
 
     def forget(self) -> None:
         """Empty the registry, after the tree was emptied."""
-        self.registry = SnapshotRegistry(self.num_slots, self.host_rows)
+        shares = None
+        if self.tenant_percent is not None:
+            rooms = Room(self.tokens, self.num_slots), Room(self.host_tokens, self.host_rows)
+            shares = TenantShares(self.tenant_percent, rooms, self.num_slots + self.host_rows + 1)
+        self.registry = SnapshotRegistry(self.num_slots, self.host_rows, shares=shares)
         self.nodes.clear()
 
     def id_of(self, node: Any) -> int:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
-from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.model.config import ModelConfig
+from dsv4_sglang.model.supported import CONFIGS
 
 
 def config_class(model_type: str = "deepseek_v4") -> Any:
@@ -18,15 +17,14 @@ def config_class(model_type: str = "deepseek_v4") -> Any:
     return _CONFIG_REGISTRY[model_type]
 
 
-def model_config(hf_config: Any) -> DSV4Config | V41Config:
+def model_config(hf_config: Any) -> ModelConfig:
     """Return the model's config from SGLang's config object, which has the RoPE fields in the form of its
     transformers."""
     from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
     theta, scaling = get_rope_config(hf_config)
     fields = {name: value for name, value in hf_config.to_dict().items() if name != "rope_parameters"}
-    model = V41Config if fields["model_type"] in V41_MODEL_TYPES else DSV4Config
-    return model.from_hf({**fields, "rope_theta": theta, "rope_scaling": scaling})
+    return CONFIGS[fields["model_type"]].from_hf({**fields, "rope_theta": theta, "rope_scaling": scaling})
 
 
 def takes_quantised_input(linear: Any) -> bool:

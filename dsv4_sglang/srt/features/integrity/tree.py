@@ -39,6 +39,8 @@ class AuditedTree:
         self.locks: dict[tuple[Any, int], list[str]] = defaultdict(list)
         for copy, node_id, params in self._copies():
             self._record_lock(node_id, params, copy)
+        for (tenant, name), pin in cache.pins:
+            self._record_pin(f"pin {name!r} of tenant {tenant!r}", pin)
 
     def _pages(self, place: str) -> dict[int, list[int]]:
         """Return the blocks of each node by node id, on the device (`value`) or the host (`host_value`)."""
@@ -85,6 +87,16 @@ class AuditedTree:
             if self.full not in lock.skipped_lock_components:
                 self.locks[self.full, node.id].append(name)
             node = node.parent
+
+    def _record_pin(self, name: str, pin: Any) -> None:
+        """Record a pin's lock, and compare what it is charged with the length of its path."""
+        self._record_lock(pin.lock.node, pin.lock.receipt, name)
+        node, length = self.by_id.get(pin.lock.node, self.root), 0
+        while node is not self.root:
+            length += len(node.key)
+            node = node.parent
+        if length != pin.tokens:
+            self.wrong.append(Finding(name, f"charged with {pin.tokens} tokens, but its path has {length}"))
 
     def _copies(self) -> Iterator[tuple[str, int, Any]]:
         """Yield (name, node, device lock) of running copies between device and host."""
@@ -220,6 +232,10 @@ class AuditedTree:
             yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
         for place in sorted(place for place in places if not registry.in_registry[place]):
             yield Finding(f"snapshot {place}", f"attached to node {places[place].id}, but missing in the registry")
+        if registry.shares is not None:
+            for name, listed, held in zip(("device", "host"), registry.shares.held, registry.count_tenants()):
+                if listed != held:
+                    yield Finding(f"tenants on the {name}", f"counted as {listed}, but they hold {held}")
         for place in registry.policy.misplaced():
             yield Finding(f"snapshot {place}", "its place in an eviction order is not that of its columns")
         for node_id in self.cache.tree_core.evictable_device_leaves.misplaced():

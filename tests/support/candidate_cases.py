@@ -1,60 +1,20 @@
-"""Inputs of `attend_v41` and `index_topk_v41` that cover all corner cases, made on the CPU from a seed. It is the
-counterpart of `attention_cases` for V4.1's tables."""
+"""Inputs of `index_topk` with candidates that cover all corner cases, made on the CPU from a seed: the counterpart of
+`attention_cases` for V4.1's keys."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat
-from dsv4_sglang.formats.v41_entries import V41KVFormat
-from dsv4_sglang.ops.reference import read_v41
-from support.attention_cases import GARBAGE, AttendCase, IndexInputs, attend_case, index_inputs
-
-
-class V41AttendCase(AttendCase):
-    """Arguments of `attend_v41`, in order."""
-
-    def v41_args(self, device: torch.device | str = "cpu") -> tuple:
-        return self.args(device)[:-2]
-
-    def expected(self) -> Tensor:
-        return read_v41.attend_v41(*self.v41_args())
-
-
-def v41_table(blocks: int, per_block: int, stored: V41KVFormat, used: Tensor, g: torch.Generator) -> Tensor:
-    """Return random rows where `used`. The other bytes are NaN or the largest numbers, which must not reach the output
-    of an attention kernel. Channels and rows differ by powers of ten."""
-    table = torch.full((blocks, per_block, stored.row_bytes), 0xFF, dtype=torch.uint8)
-    if len(used):
-        values = torch.randn(len(used), 512, generator=g)
-        values[:, 300:310] *= 1e-2
-        values[:, 480:] *= 8
-        values *= 10.0 ** (torch.arange(len(used)) % 4 - 2)[:, None]
-        values[0, :32] = 0
-        KVBuffer(table, stored).write(used, values)
-    return table
-
-
-def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41AttendCase:
-    """Return the lists of `attend_case` over tables in V4.1's formats."""
-    plain = attend_case(per_block=per_block, seed=seed, kv_format=KVFormat.BF16, **given)
-    g = torch.Generator().manual_seed(seed)
-
-    def used(rows: Tensor) -> Tensor:
-        return rows[(rows >= 0) & (rows < GARBAGE)].unique()
-
-    window = v41_table(*plain.window.shape[:2], V41KVFormat.FP8, used(plain.window_indices), g)
-    entries = None
-    if plain.entries is not None:
-        entries = v41_table(*plain.entries.shape[:2], V41KVFormat.FP4, used(plain.entry_indices), g)
-    return V41AttendCase(**vars(replace(plain, window=window, entries=entries)))
+from dsv4_sglang.formats import KeyFormat, KVBuffer
+from dsv4_sglang.ops.reference import read
+from support.attention_cases import IndexInputs, index_inputs
 
 
 @dataclass
-class V41IndexCase(IndexInputs):
-    """Arguments of `index_topk_v41` without those for candidates and the output."""
+class CandidateCase(IndexInputs):
+    """Arguments of `index_topk` without those for candidates and the output."""
 
     ratio: int
     top: int
@@ -65,7 +25,7 @@ class V41IndexCase(IndexInputs):
 
     @property
     def query(self) -> Tensor:
-        return read_v41.index_query_v41(self.q, self.positions, self.rope)
+        return read.index_query(self.q, self.positions, self.rope, KeyFormat.MXFP4, hadamard=False)
 
     def rows_of(self, request: int) -> Tensor:
         """Return the table row of every entry that the request can have."""
@@ -90,17 +50,21 @@ class V41IndexCase(IndexInputs):
         size: int,
         kept: Tensor | None = None,
         within: Tensor | None = None,
-        op: Callable = torch.ops.dsv4_sglang.index_topk_v41,
+        op: Callable = torch.ops.dsv4_sglang.index_topk,
         device: torch.device | str = "cpu",
     ) -> Tensor:
         """Return the rows [tokens, top] that the op selects, and write `kept`."""
-        inputs = [x.to(device) if isinstance(x, Tensor) else x for x in list(vars(self).values())[:-1]]
         rows = torch.full((len(self.positions), self.top), -7, dtype=torch.int32, device=device)
         moved = [None if x is None else x.to(device) for x in (kept, within)]
-        op(*inputs, size, *moved, rows)
+        op(*self.args(size, rows), *moved)
         if kept is not None:
             kept.copy_(moved[0])
         return rows.cpu()
+
+    def args(self, size: int, rows: Tensor) -> tuple:
+        """Return the arguments of the op before the candidates. `rows` receives the selection."""
+        inputs = [x.to(rows.device) for x in list(vars(self).values())[:-2]]
+        return *inputs, KeyFormat.MXFP4.code, rows.new_zeros(0).float(), rows, self.ratio, False, size
 
     def check(self, op: Callable, size: int, most: int, device: torch.device | str = "cpu") -> None:
         """Check that `op` selects and chooses candidates as the reference."""
@@ -121,9 +85,9 @@ class V41IndexCase(IndexInputs):
         return chosen
 
 
-def v41_index_case(
+def candidate_case(
     *, lens: list[tuple[int, int]], ratio: int, top: int, heads: int = 32, equal: bool = False, seed: int = 0
-) -> V41IndexCase:
+) -> CandidateCase:
     """Make a case whose scores are exact, because weights are multiples of 1/2. Unseen keys have NaN scales.
 
     `lens` gives the first and last position + 1 of each request's tokens in the step. With `equal`, there are only
@@ -133,4 +97,4 @@ def v41_index_case(
     inputs = index_inputs(lens, ratio, KeyFormat.MXFP4, lambda y: y, 7 if equal else 0, heads, g)
     weights = torch.randint(-2, 5, inputs["q"].shape[:2], generator=g) / 2
     inputs["q"] = inputs["q"].bfloat16()
-    return V41IndexCase(**inputs, weights=weights, ratio=ratio, top=top)
+    return CandidateCase(**inputs, weights=weights, ratio=ratio, top=top)

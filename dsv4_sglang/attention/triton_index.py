@@ -1,4 +1,4 @@
-"""`index_topk_v41` in Triton and PyTorch for any CUDA device from sm_80 (SPEC 11.6).
+"""`index_topk` of V4.1 in Triton and PyTorch for any CUDA device from sm_80 (SPEC 11.6).
 
 A kernel scores the visible entries or, in a layer that selects within candidate blocks, the entries of these blocks.
 For each entry it writes a 64-bit sort key: the ordered bits of the score above the complement of the entry's number. So
@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_sglang.attention.tensor_checks import FLOATS, TensorChecker
-from dsv4_sglang.attention.triton_attend_v41 import e2m1, e4m3
-from dsv4_sglang.attention.triton_entries import table_stride
+from dsv4_sglang.attention.triton_entries import e2m1, e4m3, table_stride
 from dsv4_sglang.attention.triton_softmax import products
 from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys
 from dsv4_sglang.formats.index_keys import INDEX_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
-from dsv4_sglang.ops.reference.read_v41 import index_query_v41, reject_two_levels_at_once
+from dsv4_sglang.ops.reference.read import index_query, reject_two_levels_at_once
 
 # Number of scores that are processed at once, 256 MiB of sort keys.
 MAX_SCORES = 1 << 25
@@ -100,7 +99,7 @@ def _best_blocks(orders: Tensor, visible: Tensor, size: int, most: int) -> Tenso
     return _best(ordered.masked_fill(blocks == NO_ENTRY, NO_ENTRY), most)
 
 
-def index_topk_v41(
+def index_topk(
     q: Tensor,
     weights: Tensor,
     index_keys: Tensor,
@@ -108,24 +107,34 @@ def index_topk_v41(
     token_request: Tensor,
     positions: Tensor,
     rope: Tensor,
+    key_format: int,
+    scores: Tensor,
+    entry_indices: Tensor,
     ratio: int,
+    hadamard: bool,
     candidate_block: int,
     kept: Tensor | None,
     within: Tensor | None,
-    entry_indices: Tensor,
 ) -> None:
-    """Compute the op `index_topk_v41` (`dsv4_sglang.ops.reference.read_v41` documents the tensors).
+    """Compute the op `index_topk` for MXFP4 keys without the Hadamard transform
+    (`dsv4_sglang.ops.reference.read.index_topk` documents the tensors). `scores` is not used.
 
     Launches depend on shapes only; lengths are read on the device.
 
     Raises:
-        ValueError: both `kept` and `within` are given, or a tensor has another dtype, shape, stride, alignment or
-            device than the kernel reads.
+        ValueError: the keys have another form, both `kept` and `within` are given, or a tensor has another dtype,
+            shape, stride, alignment or device than the kernel reads.
     """
+    if hadamard or key_format != KeyFormat.MXFP4.code:
+        raise ValueError(
+            f"index_topk: keys of ratio {ratio} in {KeyFormat.from_code(key_format).value}, "
+            f"{'with' if hadamard else 'without'} the Hadamard transform; expected mxfp4 without it, or ratio 4 with "
+            "it and without candidates"
+        )
     reject_two_levels_at_once(kept, within)
     per_block = BLOCK_TOKENS // ratio
     columns = block_table.shape[1] * per_block if within is None else within.shape[1] * candidate_block
-    check = TensorChecker("index_topk_v41", q.device)
+    check = TensorChecker("index_topk", q.device)
     check.tensor("q", q, FLOATS, (None, None, INDEX_DIM), dense_from=3)
     tokens, heads, _ = q.shape
     check.tensor("weights", weights, FLOATS, (tokens, heads), dense_from=2)
@@ -145,7 +154,7 @@ def index_topk_v41(
     at_once = max(1, MAX_SCORES // columns)
     for begin in range(0, tokens, at_once):
         part = slice(begin, begin + at_once)
-        query = index_query_v41(q[part], positions[part], rope).contiguous()
+        query = index_query(q[part], positions[part], rope, KeyFormat.MXFP4, hadamard=False).contiguous()
         orders = torch.empty(len(query), columns, dtype=torch.int64, device=q.device)
         chosen = None if within is None else within[part]
         _score_kernel[(len(query), triton.cdiv(columns, _ENTRIES_PER_PROGRAM))](
