@@ -119,6 +119,7 @@ def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKern
     """
     from dsv4_sglang.attention.metadata import build_prefill
     from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
+    from dsv4_sglang.cache.step import v4_limits
 
     blocks = rows * case.ratio // BLOCK
     order = torch.randperm(blocks, device=device, dtype=torch.int32)
@@ -134,7 +135,7 @@ def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKern
         state_slot_of_request=request + 1,
         staging_slots=None,
         snapshot_lens=None,
-        top_k=case.top_k,
+        limits=v4_limits(case.top_k),
         max_length=case.context,
     )
     kernel = SparsePrefillAttention(blocks)
