@@ -88,7 +88,9 @@ def test_chat(process: tuple) -> None:
 
 
 def test_pools(process: tuple) -> None:
-    out = run_example("pools_filling.py", "--url", process[1], "--api-key", KEY, "--prompt", "300", "140", "--new", "8")
+    # Answers long enough, and samples frequent enough, that a sample sees them on a fast machine.
+    sizes = ("--prompt", "300", "140", "--new", "64", "--interval", "0.02")
+    out = run_example("pools_filling.py", "--url", process[1], "--api-key", KEY, *sizes)
     lines = out.splitlines()[1:]
     rows = [list(map(int, re.findall(r" (\d+) +(\d+) kept", line)[i])) for line in lines for i in (0, 1)]
     tokens, slots = rows[0::2], rows[1::2]
