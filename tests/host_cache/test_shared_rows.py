@@ -139,7 +139,7 @@ def test_unsaved_parts_are_detected() -> None:
 
 
 def own_saves(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """A process that waits for saves waits for its own part only."""
+    """Planted fault: a process waits only until its own part of a save has ended."""
     patch.setattr(HostSharing, "wait", lambda sharing: None)
 
 
@@ -163,7 +163,8 @@ def load_just_saved(rank: int, fault: Fault | None) -> list[str]:
 
 
 def test_finished_saves_are_finished_everywhere() -> None:
-    """A process that waits for its own part only loads rows that the other one has not written."""
+    """A save has ended when all processes have copied their parts. With the planted fault, a process loads rows that
+    the other process has not written yet."""
     assert values(run_ranks(RANKS, load_just_saved, None)) == [[], []]
     first, _ = values(run_ranks(RANKS, load_just_saved, own_saves))
     assert first and "from another state" in first[0]

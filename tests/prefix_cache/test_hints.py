@@ -136,7 +136,7 @@ def test_an_aborted_request_has_no_hints(server: TreeServer) -> None:
 
 
 def test_retained_conversations_stay_longest_and_demoted_ones_go_first(server: TreeServer) -> None:
-    """Without hints the youngest of conversations that have not returned would be evicted first."""
+    """Hints change the eviction order. Without them the newest conversation is evicted first, as none has returned."""
     for name in range(6):
         serve(server, name, **({"demote": {}} if name == 2 else {"retain": {"seconds": 60}} if name == 4 else {}))
     for blocks, left in ((0, [0, 1, 2, 3, 4, 5]), (10, [0, 1, 3, 4, 5]), (18, [0, 1, 3, 4]), (42, [4]), (50, [])):

@@ -52,6 +52,15 @@ def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Storage folder of all servers that the module starts."""
+    folder = tmp_path_factory.mktemp("pages")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
 def plugin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Folder of the plugin in all servers that the module starts (server_plugin.py).
 

@@ -33,15 +33,6 @@ PROMPT, HIT = 600, 4 * BLOCK
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folder of the storage."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("pages")
-        patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
-        yield folder
-
-
-@pytest.fixture(scope="module")
 def server(pages: Path, plugin: Path, server: Server) -> Server:
     """The server, which starts after its folder and its plugin are there."""
     return server
@@ -83,7 +74,7 @@ def rejected(server: Server, ids: list[int], count: int = 1, **fields: Any) -> s
 
 
 def test_a_pin_survives_a_flood(server: Server) -> None:
-    """The device evicts the youngest of conversations that have not returned: the pinned one and another one."""
+    """Before any conversation returns, the newest ones are evicted first: without the pin both of these would be."""
     flood(server, 5)
     pinned, other = prompt(PROMPT, seed=1), prompt(PROMPT, seed=2)
     server.generate(pinned, 1, kv_hints=pin())

@@ -23,7 +23,7 @@ from support.server import FP32, Server, empty_device, only, prompt
 
 from dsv4_sglang.cli.server import RequestError
 
-pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin", "pages")]
 
 BLOCK, CONTEXT, VOCABULARY = 128, 2048, 384
 KEY = "of users"
@@ -48,15 +48,6 @@ SERVERS = {
 OPTIONS = {**FP32, "max_snapshots": 12}
 # A connection may reach either worker.
 REPEATS = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folder of the storage of both servers."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("pages")
-        patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")

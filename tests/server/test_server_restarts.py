@@ -56,21 +56,15 @@ Start = Callable[..., AbstractContextManager[Server]]
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield the storage folder. SGLang's 5 s pause for diagnostics before exit is disabled."""
-    folder = tmp_path_factory.mktemp("pages")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
-        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
-        yield folder
+def start(pages: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Yield a function that starts a server, without SGLang's 5 s pause for diagnostics before exit."""
 
-
-@pytest.fixture(scope="module")
-def start(pages: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     def started(*flags: str, **options: Any) -> AbstractContextManager[Server]:
         return running(model, tmp_path_factory.mktemp("server") / "log", *FLAGS, *flags, **OPTIONS, **options)
 
-    return started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+        yield started
 
 
 def wait_for_pages(server: Server, folder: Path, count: int) -> None:

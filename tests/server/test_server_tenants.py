@@ -45,8 +45,8 @@ def test_a_tenant_evicts_its_own_first(server: Server) -> None:
 
 
 def test_the_host_keeps_to_the_shares_too(server: Server) -> None:
-    """The conversations of `a` have not returned, and those of `b` do, so that `b` would be kept without shares. They
-    take all of the device and of the host, where `a` is within its share."""
+    """Tenant `b` exceeds its share on device and host, and tenant `a` does not. Only the conversations of `b` return,
+    so without shares `a` would be evicted."""
     server.flush()
     for seed in range(2):
         server.generate(prompt(PROMPT, seed), 1, cache_salt="a")

@@ -113,9 +113,9 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
     def reset(self) -> None:
         if self._keep_host:
             return
-        # A flush waits for all copies, but not for threads that read the pages of cancelled requests into rows that
-        # become free. It stops SGLang's threads, and one that agrees with other processes on what was read would wait
-        # forever for one that has stopped.
+        # SGLang's flush waits for copies, but not for threads that still read pages of cancelled requests. It stops
+        # these threads. With shared rows, each of them ends with a collective operation of all processes. If one
+        # process stopped its thread before that operation, the threads of the others would wait for it forever.
         controller = self.cache_controller
         while controller is not None and controller.sharing.size > 1 and controller.cancelled_fetches:
             super().check_hicache_events()
