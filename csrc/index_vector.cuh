@@ -62,6 +62,23 @@ __device__ __forceinline__ Scaled scale_blocks(const float (&x)[4], int format) 
   return result;
 }
 
+/// Rounds the warp's vector to bf16 and divides it by scales of MXFP4 with any exponent, for vectors that are not
+/// stored. Returns the biased exponent of the lane's block. Sets `units` only.
+__device__ __forceinline__ uint32_t scale_unlimited(const float (&x)[4], Scaled& result) {
+  float rounded[4], amax = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    rounded[i] = round_bf16(x[i]);
+    amax = fmaxf(amax, fabsf(rounded[i]));
+  }
+  // 2^-exponent is a normal number up to 252.
+  const uint32_t exponent = min(mxfp4_unlimited_exponent(group_max<8>(amax)), 252u);
+  const float inverse = exp2_of_biased(254 - exponent);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) result.units[i] = rounded[i] * inverse;
+  return exponent;
+}
+
 /// Four channels in FP4 and the e4m3 code of their scale.
 struct Fp4 {
   uint32_t code[4];

@@ -125,10 +125,14 @@ DSV4_HD uint32_t row_exponent(float amax) {
   return e < 255 ? e : 255;
 }
 
-/// Biased exponent of an MXFP4 block's scale, clamped to the powers of two that e4m3 represents: 2^-9 .. 2^8 (SPEC 2.5,
-/// 6.3).
+/// Biased exponent of an MXFP4 block's scale that is not stored (SPEC 11.6).
+DSV4_HD uint32_t mxfp4_unlimited_exponent(float amax) {
+  return ceil_pow2_exponent(fmaxf(amax, 6 * 0x1p-126f) * (1.0f / 6.0f));
+}
+
+/// Clamped to the powers of two that e4m3 represents: 2^-9 .. 2^8 (SPEC 2.5, 6.3).
 DSV4_HD uint32_t mxfp4_exponent(float amax) {
-  const uint32_t e = ceil_pow2_exponent(fmaxf(amax, 6 * 0x1p-126f) * (1.0f / 6.0f));
+  const uint32_t e = mxfp4_unlimited_exponent(amax);
   return e < 127 - 9 ? 127 - 9 : e > 127 + 8 ? 127 + 8 : e;
 }
 

@@ -39,12 +39,24 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
                  std::vector<int64_t> offsets);
 
 /// Steps of index_topk, called by ops/cuda_index.py. register.cpp defines their schemas.
-void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, Tensor out,
+void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, bool hadamard, Tensor out,
                  Tensor out_weights);
 
 void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
                  Tensor positions, int64_t key_format, int64_t top, Tensor scores);
 
 void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor rows);
+
+/// The same in a selection of two levels (SPEC 11.6), for MXFP4 keys of ratio 1 or 2.
+void index_score_blocks(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
+                        Tensor positions, int64_t ratio, int64_t top, bool newest, Tensor scores);
+
+void index_select_blocks(Tensor scores, Tensor positions, int64_t ratio, Tensor blocks);
+
+void index_score_listed(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
+                        Tensor positions, int64_t ratio, Tensor blocks, int64_t top, Tensor scores);
+
+void index_select_listed(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, int64_t ratio,
+                         Tensor blocks, Tensor rows);
 
 }  // namespace dsv4

@@ -6,7 +6,8 @@
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dsv4_sglang, m) {
   m.def(
-      "index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int key_format, Tensor(a!) out, "
+      "index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int key_format, bool hadamard, Tensor(a!) "
+      "out, "
       "Tensor(b!) out_weights) "
       "-> ()");
   m.def(
@@ -15,6 +16,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dsv4_sglang, m) {
       "int key_format, int top, Tensor(a!) scores) -> ()");
   m.def(
       "index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor(a!) rows) -> ()");
+  m.def(
+      "index_score_blocks(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, "
+      "Tensor positions, int ratio, int top, bool newest, Tensor(a!) scores) -> ()");
+  m.def("index_select_blocks(Tensor scores, Tensor positions, int ratio, Tensor(a!) blocks) -> ()");
+  m.def(
+      "index_score_listed(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, "
+      "Tensor positions, int ratio, Tensor blocks, int top, Tensor(a!) scores) -> ()");
+  m.def(
+      "index_select_listed(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, int ratio, "
+      "Tensor "
+      "blocks, Tensor(a!) rows) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {
@@ -28,4 +40,8 @@ STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {
   m.impl("index_query", TORCH_BOX(&dsv4::index_query));
   m.impl("index_score", TORCH_BOX(&dsv4::index_score));
   m.impl("index_select", TORCH_BOX(&dsv4::index_select));
+  m.impl("index_score_blocks", TORCH_BOX(&dsv4::index_score_blocks));
+  m.impl("index_select_blocks", TORCH_BOX(&dsv4::index_select_blocks));
+  m.impl("index_score_listed", TORCH_BOX(&dsv4::index_score_listed));
+  m.impl("index_select_listed", TORCH_BOX(&dsv4::index_select_listed));
 }

@@ -2,7 +2,8 @@
 // head of a token.
 //
 // In e4m3 the numbers of a head are multiplied by a power of two to use the range, and its weight by the reciprocal,
-// which commutes with ReLU. Bytes per head: 256 (bf16) read, 256 (fp16) or 128 (e4m3) written.
+// which commutes with ReLU. So are fp16 numbers without the transform, whose scales may exceed the range of fp16 (SPEC
+// 11.6). Bytes per head: 256 (bf16) read, 256 (fp16) or 128 (e4m3) written.
 #include "../index_vector.cuh"
 #include "../launch.cuh"
 #include "index.h"
@@ -12,7 +13,18 @@ namespace dsv4 {
 namespace {
 
 constexpr int kWarps = 4;
+// Without the transform the largest scale of a head is stored as 2^kHalfShift. A block below 2^-kHalfRange of it is 0.
+constexpr int kHalfShift = 8, kHalfRange = 40;
 
+/// Returns the scale to store for a block whose scale has this biased exponent, and multiplies the head's weight by the
+/// rest.
+__device__ __forceinline__ float relative_scale(uint32_t exponent, float& weight) {
+  const uint32_t most = max(__reduce_max_sync(kAllLanes, exponent), uint32_t(kHalfShift + 1));
+  weight *= exp2_of_biased(most - kHalfShift);
+  return exp2_of_biased(127 + kHalfShift - min(most - exponent, uint32_t(kHalfRange)));
+}
+
+template <bool with_hadamard>
 __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constant__ QueryParams p) {
   let_next_kernel_start();
   const int lane = threadIdx.x % 32, item = blockIdx.x * kWarps + threadIdx.x / 32;
@@ -27,7 +39,8 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
   }
   wait_for_previous_kernel();
   if (!there) return;
-  if (lane == 0 && p.form != QueryForm::kByteImage) p.out_weights[item] = p.weights[token * p.weights_stride + head];
+  if (with_hadamard && lane == 0 && p.form != QueryForm::kByteImage)
+    p.out_weights[item] = p.weights[token * p.weights_stride + head];
   float x[4];
   if (p.q_bf16) {
     const uint2 u = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.q) + at);
@@ -44,13 +57,21 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
       for (int i = 0; i < 4; ++i) x[i] = round_bf16(x[i]);
     }
   }
-  hadamard(x, lane);
-  if (p.format == kKeyFp32) {
+  if (with_hadamard) hadamard(x, lane);
+  if (with_hadamard && p.format == kKeyFp32) {
     reinterpret_cast<float4*>(p.out)[int64_t(item) * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
     return;
   }
-  const Scaled scaled = scale_blocks(x, p.format);
-  if (p.form == QueryForm::kByteImage) {
+  Scaled scaled;
+  if constexpr (with_hadamard) {
+    scaled = scale_blocks(x, p.format);
+  } else {
+    const uint32_t exponent = scale_unlimited(x, scaled);
+    float weight = p.weights[token * p.weights_stride + head];
+    scaled.scale = relative_scale(exponent, weight);
+    if (lane == 0) p.out_weights[item] = weight;
+  }
+  if (with_hadamard && p.form == QueryForm::kByteImage) {
     const uint32_t exponent = bits_of(scaled.scale) >> 23, most = __reduce_max_sync(kAllLanes, exponent);
     const float factor = exp2_of_biased(127 + kByteShift + exponent - most);
     uint32_t word = 0;
@@ -70,7 +91,7 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     const float other = __shfl_xor_sync(kAllLanes, upper ? low : high, 1);
     pairs[i] = bits_of_half2(upper ? __floats2half2_rn(other, high) : __floats2half2_rn(low, other));
   }
-  if (p.form == QueryForm::kHalfImage) {
+  if (with_hadamard && p.form == QueryForm::kHalfImage) {
     uint32_t* image = static_cast<uint32_t*>(p.out) + int64_t(token) * (kIndexHeads * kIndexDim / 2);
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) image[word_in_image(head, lane / 8, lane % 8, upper)] = pairs[upper];
@@ -81,9 +102,10 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
 
 }  // namespace
 
-cudaError_t launch_query(const QueryParams& p, bool sm_90, cudaStream_t stream) {
+cudaError_t launch_query(const QueryParams& p, bool hadamard, bool sm_90, cudaStream_t stream) {
   const unsigned blocks = unsigned((int64_t(p.tokens) * p.heads + kWarps - 1) / kWarps);
-  return launch(query_kernel, {dim3(blocks), 32 * kWarps, 0, 1, sm_90}, stream, p);
+  const auto kernel = hadamard ? query_kernel<true> : query_kernel<false>;
+  return launch(kernel, {dim3(blocks), 32 * kWarps, 0, 1, sm_90}, stream, p);
 }
 
 }  // namespace dsv4

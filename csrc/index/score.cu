@@ -7,6 +7,10 @@
 // into B operands while the next block is loaded, and reduces weighted, rectified products over heads in registers. A
 // score does not depend on what else is scored.
 //
+// In a selection of two levels (SPEC 11.6) a tile of eight keys is a candidate block. One launch writes the best score
+// of every block, the other the scores of the entries of listed blocks. They have at most 32 heads, whose query takes
+// half the registers.
+//
 // Decode: the blocks of all tokens form one list, divided equally among the warps. Prefill: the warps of a thread block
 // process eight consecutive tokens over the same keys, which they find in L1. Bytes: 72 per key, 4 per score; decode
 // reads a query once per warp (mostly from L1).
@@ -35,16 +39,95 @@ struct PackedKeys {
       scales[j] = *reinterpret_cast<const uint16_t*>(block + kKeysPerBlock * kKeyBytes + 64 * j + 2 * lane);
     }
   }
+
+  /// Loads keys 8 j .. 8 j + 7 from candidate block `inside` of a block of the cache with `keys` keys.
+  __device__ __forceinline__ void load_candidate(int j, const uint8_t* block, int keys, int inside, int lane) {
+    codes[j] = *reinterpret_cast<const uint4*>(block + 512 * inside + 16 * lane);
+    scales[j] = *reinterpret_cast<const uint16_t*>(block + keys * kKeyBytes + 64 * inside + 2 * lane);
+  }
 };
 
+/// Finds the keys of a token's units of 32. `at(unit)` returns their place, long before `load` uses it.
+template <typename Params>
+struct KeySource;
+
+template <>
+struct KeySource<ScoreParams> {
+  using Place = int;
+  const int32_t* table;
+
+  __device__ __forceinline__ KeySource(const ScoreParams& p, int token)
+      : table(p.table + p.request[token] * p.table_stride) {}
+  __device__ __forceinline__ Place at(int unit, int) const { return table[unit]; }
+  __device__ __forceinline__ void load(PackedKeys& keys, const ScoreParams& p, Place block, int, int lane) const {
+    keys.load(p.keys + block * p.block_bytes, lane);
+  }
+};
+
+template <>
+struct KeySource<CandidateScoreParams> {
+  using Place = int;  // block of the cache
+  const int32_t* table;
+  int units_shift;  // units of a block of the cache, as a power of two
+
+  __device__ __forceinline__ KeySource(const CandidateScoreParams& p, int token)
+      : table(p.table + p.request[token] * p.table_stride), units_shift(p.candidates_shift() - 2) {}
+  __device__ __forceinline__ Place at(int unit, int) const { return table[unit >> units_shift]; }
+  __device__ __forceinline__ void load(PackedKeys& keys, const CandidateScoreParams& p, Place block, int unit,
+                                       int lane) const {
+    const uint8_t* from = p.keys + block * p.block_bytes;
+    const int inside = 4 * (unit & ((1 << units_shift) - 1));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) keys.load_candidate(j, from, kKeysPerBlock << units_shift, inside + j, lane);
+  }
+};
+
+template <>
+struct KeySource<ListedScoreParams> {
+  struct Place {  // of candidate block lane % 4 of the unit
+    int block, inside;
+  };
+  const int32_t* table;
+  const int32_t* list;
+  int last, shift;  // last block of the list; candidate blocks of a block of the cache, as a power of two
+
+  __device__ __forceinline__ KeySource(const ListedScoreParams& p, int token)
+      : table(p.table + p.request[token] * p.table_stride),
+        list(p.of(token)),
+        last(p.count(p.positions[token]) - 1),
+        shift(p.candidates_shift()) {}
+  __device__ __forceinline__ Place at(int unit, int lane) const {
+    const int number = list[min(4 * unit + lane % 4, last)];
+    return {table[number >> shift], number & ((1 << shift) - 1)};
+  }
+  __device__ __forceinline__ void load(PackedKeys& keys, const ListedScoreParams& p, const Place& place, int,
+                                       int lane) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int block = __shfl_sync(kAllLanes, place.block, j), inside = __shfl_sync(kAllLanes, place.inside, j);
+      keys.load_candidate(j, p.keys + block * p.block_bytes, kCandidateEntries << shift, inside, lane);
+    }
+  }
+};
+
+/// Tiles of 16 heads.
+template <typename Params>
+constexpr int kTiles = kCandidateHeads / 16;
+template <>
+constexpr int kTiles<ScoreParams> = kIndexHeads / 16;
+/// Thread blocks per SM.
+template <typename Params>
+constexpr int kResident = kIndexHeads / 16 / kTiles<Params>;
+
 /// A lane's part of a token's query: rows lane / 4 and lane / 4 + 8 of each 16 heads, and the weights of these heads.
+template <int tiles>
 struct Query {
-  uint32_t a[4][8][4];
-  float weight[8];
+  uint32_t a[tiles][8][4];
+  float weight[2 * tiles];
 
   __device__ __forceinline__ void load(const ScoreParams& p, int token, int lane) {
 #pragma unroll
-    for (int row = 0; row < 8; ++row) {
+    for (int row = 0; row < 2 * tiles; ++row) {
       const int head = 8 * row + lane / 4;
       const bool is_head = head < p.heads;
       const int64_t at = (int64_t(token) * p.heads + head) * kIndexDim + 32 * (lane % 4);
@@ -62,9 +145,10 @@ struct Query {
 };
 
 /// Scores of keys 8 j + 2 (lane % 4) + {0, 1}, summed over this lane's heads.
-__device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uint32_t scales, float& first,
+template <int tiles>
+__device__ __forceinline__ void score_eight(const Query<tiles>& query, uint4 codes, uint32_t scales, float& first,
                                             float& second) {
-  float d[4][4] = {};
+  float d[tiles][4] = {};
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const __half2 both = decode_scales(scales);
   const __half2 scale[2] = {__low2half2(both), __high2half2(both)};
@@ -79,12 +163,12 @@ __device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uin
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int m = 0; m < 4; ++m) multiply_add(d[m], query.a[m][2 * word + half], b[2 * half], b[2 * half + 1]);
+      for (int m = 0; m < tiles; ++m) multiply_add(d[m], query.a[m][2 * word + half], b[2 * half], b[2 * half + 1]);
     }
   }
   first = second = 0;
 #pragma unroll
-  for (int m = 0; m < 4; ++m) {
+  for (int m = 0; m < tiles; ++m) {
     first = fmaf(twice_positive(d[m][0]), query.weight[2 * m], first);
     second = fmaf(twice_positive(d[m][1]), query.weight[2 * m], second);
     first = fmaf(twice_positive(d[m][2]), query.weight[2 * m + 1], first);
@@ -106,21 +190,38 @@ __device__ __forceinline__ float sum_over_heads(const float (&x)[8], int lane) {
   return (lane & 4 ? two[1] : two[0]) + __shfl_xor_sync(kAllLanes, lane & 4 ? two[0] : two[1], 4);
 }
 
-/// One warp: scores blocks first .. last - 1 of a token that sees `entries`.
-__device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, int entries, int first, int last,
-                                             int lane) {
-  const int32_t* table = p.table + p.request[token] * p.table_stride;
+/// Writes the score of an entry below `entries`. The eight lanes with equal lane / 8 have a candidate block.
+__device__ __forceinline__ void write_score(const ScoreParams&, float* scores, int entry, int entries, float score,
+                                            int) {
+  if (entry < entries) scores[entry] = score;
+}
+__device__ __forceinline__ void write_score(const CandidateScoreParams& p, float* scores, int entry, int entries,
+                                            float score, int lane) {
+  const float infinity = __int_as_float(0x7f800000);
+  float best = entry < entries ? score : -infinity;
+#pragma unroll
+  for (int step = 1; step < kCandidateEntries; step *= 2) best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, step));
+  if (lane % kCandidateEntries || entry >= entries) return;
+  const int block = entry / kCandidateEntries;
+  scores[block] = p.newest && block == (entries - 1) / kCandidateEntries ? infinity : best;
+}
+
+/// One warp: scores units first .. last - 1 of a token, which has `entries` to score.
+template <typename Params>
+__device__ __forceinline__ void score_blocks(const Params& p, int token, int entries, int first, int last, int lane) {
+  const KeySource<Params> source(p, token);
   PackedKeys next;
-  next.load(p.keys + table[first] * p.block_bytes, lane);
-  int ahead = first + 1 < last ? table[first + 1] : 0;
-  Query query;
+  source.load(next, p, source.at(first, lane), first, lane);
+  typename KeySource<Params>::Place ahead{};
+  if (first + 1 < last) ahead = source.at(first + 1, lane);
+  Query<kTiles<Params>> query;
   query.load(p, token, lane);
   float* scores = p.scores + token * p.scores_stride;
   for (int block = first; block < last; ++block) {
     const PackedKeys keys = next;
     if (block + 1 < last) {
-      next.load(p.keys + ahead * p.block_bytes, lane);
-      if (block + 2 < last) ahead = table[block + 2];
+      source.load(next, p, ahead, block + 1, lane);
+      if (block + 2 < last) ahead = source.at(block + 2, lane);
     }
     float sums[8];
 #pragma unroll
@@ -128,12 +229,13 @@ __device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, in
     const float score = sum_over_heads(sums, lane);
     // This lane's sum, number lane / 4, belongs to `first` or `second` of tile lane / 8.
     const int entry = kKeysPerBlock * block + 8 * (lane / 8) + 2 * (lane % 4) + lane / 4 % 2;
-    if (entry < entries) scores[entry] = score;
+    write_score(p, scores, entry, entries, score, lane);
   }
 }
 
 /// Grid: any number of thread blocks. At most kMaxListedTokens tokens.
-__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
+template <typename Params>
+__global__ void __launch_bounds__(kThreads, kResident<Params>) decode_kernel(const __grid_constant__ Params p) {
   __shared__ int ends[kMaxListedTokens], warp_sums[kWarps];
   wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -151,7 +253,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
 }
 
 /// Grid (groups of eight tokens, parts of their keys).
-__global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ ScoreParams p) {
+template <typename Params>
+__global__ void __launch_bounds__(kThreads, kResident<Params>) prefill_kernel(const __grid_constant__ Params p) {
   wait_for_previous_kernel();
   const int token = blockIdx.x * kWarps + threadIdx.x / 32;
   if (token >= p.tokens) return;
@@ -185,23 +288,35 @@ __global__ void __launch_bounds__(kThreads) exact_kernel(const __grid_constant__
 
 unsigned divide_up(int64_t a, int64_t b) { return unsigned((a + b - 1) / b); }
 
-}  // namespace
-
-cudaError_t launch_score(const ScoreParams& p, bool fp4, bool sm_90, int processors, cudaStream_t stream) {
+/// For FP4 keys.
+template <typename Params>
+cudaError_t launch_packed(const Params& p, bool sm_90, int processors, cudaStream_t stream) {
   const int64_t blocks = divide_up(p.width, kKeysPerBlock);
-  if (!fp4) {
-    const unsigned parts = min(divide_up(p.width, kThreads), 64u);
-    return launch(exact_kernel, {dim3(unsigned(p.tokens), parts), kThreads, 0, 1, sm_90}, stream, p);
-  }
   if (p.tokens <= kMaxListedTokens && p.tokens * 4 <= processors * kWarps) {
-    const unsigned grid = min(unsigned(processors), divide_up(p.tokens * blocks, kWarps));
-    return launch(decode_kernel, {dim3(grid), kThreads, 0, 1, sm_90}, stream, p);
+    const unsigned grid = min(unsigned(kResident<Params> * processors), divide_up(p.tokens * blocks, kWarps));
+    return launch(decode_kernel<Params>, {dim3(grid), kThreads, 0, 1, sm_90}, stream, p);
   }
   // A few waves of thread blocks, so that the last one costs little, but enough keys per block to amortise the load of
   // a query.
   const unsigned groups = divide_up(p.tokens, kWarps);
   const unsigned parts = min(divide_up(6 * processors, groups), divide_up(blocks, 16));
-  return launch(prefill_kernel, {dim3(groups, parts), kThreads, 0, 1, sm_90}, stream, p);
+  return launch(prefill_kernel<Params>, {dim3(groups, parts), kThreads, 0, 1, sm_90}, stream, p);
+}
+
+}  // namespace
+
+cudaError_t launch_score(const ScoreParams& p, bool fp4, bool sm_90, int processors, cudaStream_t stream) {
+  if (fp4) return launch_packed(p, sm_90, processors, stream);
+  const unsigned parts = min(divide_up(p.width, kThreads), 64u);
+  return launch(exact_kernel, {dim3(unsigned(p.tokens), parts), kThreads, 0, 1, sm_90}, stream, p);
+}
+
+cudaError_t launch_score(const CandidateScoreParams& p, bool sm_90, int processors, cudaStream_t stream) {
+  return launch_packed(p, sm_90, processors, stream);
+}
+
+cudaError_t launch_score(const ListedScoreParams& p, bool sm_90, int processors, cudaStream_t stream) {
+  return launch_packed(p, sm_90, processors, stream);
 }
 
 }  // namespace dsv4

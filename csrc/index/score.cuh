@@ -14,6 +14,18 @@ __device__ __forceinline__ int scored(const ScoreParams& p, int t) {
   return visible > p.top ? int(min(visible, int64_t(p.width))) : 0;
 }
 
+/// The same in candidate blocks: 0 if all of them are selected anyway.
+__device__ __forceinline__ int scored(const CandidateScoreParams& p, int t) {
+  const int64_t visible = p.visible(p.positions[t]);
+  return p.candidates(visible) > p.top ? int(min(visible, int64_t(p.width))) : 0;
+}
+
+/// The same among the entries of a token's list.
+__device__ __forceinline__ int scored(const ListedScoreParams& p, int t) {
+  const int entries = p.entries(t, p.positions[t]);
+  return entries > p.top ? entries : 0;
+}
+
 __host__ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /// Returns the beginning of part i of `parts` nearly equal parts of `total`.
@@ -27,9 +39,9 @@ __device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); 
 
 /// Writes the number of units of tokens 0 .. t to ends[t], t < kMaxListedTokens; units(token) are the units of a token.
 /// Called by all threads of a block.
-template <int warps, typename Units>
-__device__ __forceinline__ void count_units(const ScoreParams& p, int (&ends)[kMaxListedTokens],
-                                            int (&warp_sums)[warps], Units units) {
+template <int warps, typename Params, typename Units>
+__device__ __forceinline__ void count_units(const Params& p, int (&ends)[kMaxListedTokens], int (&warp_sums)[warps],
+                                            Units units) {
   constexpr int own_tokens = (kMaxListedTokens - 1) / (32 * warps) + 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int own[own_tokens], sum = 0;

@@ -1,5 +1,6 @@
 // index_select: buffer indices of the `top` best visible entries of each token, in ascending order of entries, then -1.
-// Exact: of equal scores the first entries are selected (SPEC 4.2, 4.3).
+// Exact: of equal scores the first entries are selected (SPEC 4.2, 4.3). In a selection of two levels (SPEC 11.6), also
+// the numbers of the best candidate blocks, and the best of the entries of listed blocks.
 //
 // One thread block or cluster per token. Up to 16,384 scores are read once and held in registers (`select_held`): it
 // finds the histogram bin that contains the `top`-th largest score, takes everything above it, and the largest of that
@@ -209,8 +210,10 @@ __device__ __forceinline__ void choose_first(Shared& s, uint32_t* bitmap, const 
 }
 
 /// Writes the buffer indices of the entries whose bits are set.
-__device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, int n, const int32_t* table,
-                                           int32_t* rows) {
+template <typename Columns>
+__device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, const Columns& t) {
+  const int n = t.n;
+  int32_t* rows = t.rows;
   const int words = words_of(n), each = (words + kThreads - 1) / kThreads;
   const int first = min(each * int(threadIdx.x), words), last = min(first + each, words);
   uint32_t sum = 0;
@@ -218,9 +221,15 @@ __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, in
   uint32_t at = sum_before(s, sum);
   if (sum == 0) return;
   for (int word = first; word < last; ++word) {
-    uint32_t bits = bitmap[spread(word)];
-    if (bits == 0) continue;
-    for (const int block = table[word] * kKeysPerBlock; bits; bits &= bits - 1) rows[at++] = block + __ffs(bits) - 1;
+    const uint32_t set = bitmap[spread(word)];
+    if (set == 0) continue;
+#pragma unroll
+    for (int run = 0; run < 32; run += Columns::run) {
+      uint32_t bits = set >> run & 0xffffffffu >> (32 - Columns::run);
+      if (Columns::run < 32 && bits == 0) continue;
+      for (const int row = t.row(t.place(32 * word + run), 0); bits; bits &= bits - 1)
+        rows[at++] = row + __ffs(bits) - 1;
+    }
   }
 }
 
@@ -256,33 +265,90 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
   for (int i = 0; i < quads; ++i) before[i] += of_warps;
 }
 
-/// Properties of a token of the step. No kernel of its layers writes them, so they are read before the wait for the
-/// scores.
-struct Token {
-  int n;  // entries that it sees
+/// The columns of a token's scores and the rows to write for them. `run` columns from a multiple of it on have
+/// consecutive rows: row(place(column), column) and up. `place` reads memory. No kernel of a step's layers writes what
+/// the constructor reads, so it comes before the wait for the scores, and `finish` after it.
+template <typename Params>
+struct Columns;
+
+/// Entries at ratio 4. Their rows are buffer indices.
+template <>
+struct Columns<SelectParams> {
+  static constexpr int run = kKeysPerBlock;
+  int n;  // entries that the token sees
   const int32_t* table;
   int32_t* rows;
-  const float* row;  // scores of the token
+  const float* scores;
 
-  __device__ __forceinline__ Token(const SelectParams& p, int token)
+  __device__ __forceinline__ Columns(const SelectParams& p, int token)
       : table(p.table + p.request[token] * p.table_stride),
         rows(p.rows + token * p.rows_stride),
-        row(p.scores + token * p.scores_stride) {
+        scores(p.scores + token * p.scores_stride) {
     const int64_t visible = (p.positions[token] + 1) / kCsaRatio;
     n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
   }
-
-  /// Used if all entries are selected.
-  __device__ __forceinline__ void write_all(int top) const {
-    for (int i = threadIdx.x; i < top; i += blockDim.x)
-      rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
-  }
+  __device__ __forceinline__ void finish(const SelectParams&, int) {}
+  __device__ __forceinline__ int32_t place(int column) const { return table[column / run]; }
+  __device__ __forceinline__ int32_t row(int32_t place, int column) const { return place * run + column % run; }
 };
+
+/// Candidate blocks. Their rows are their numbers.
+template <>
+struct Columns<CandidateSelectParams> {
+  static constexpr int run = 32;
+  int n;  // blocks with entries that the token sees
+  int32_t* rows;
+  const float* scores;
+
+  __device__ __forceinline__ Columns(const CandidateSelectParams& p, int token)
+      : rows(p.rows + token * p.rows_stride), scores(p.scores + token * p.scores_stride) {
+    const int64_t blocks = p.candidates(p.visible(p.positions[token]));
+    n = int(blocks <= p.top ? blocks : min(blocks, int64_t(p.width)));
+  }
+  __device__ __forceinline__ void finish(const CandidateSelectParams&, int) {}
+  __device__ __forceinline__ int32_t place(int column) const { return column / run * run; }
+  __device__ __forceinline__ int32_t row(int32_t place, int column) const { return place + column % run; }
+};
+
+/// Entries of the candidate blocks in a token's list. Their rows are buffer indices.
+template <>
+struct Columns<ListedSelectParams> {
+  static constexpr int run = kCandidateEntries;
+  int n = 0;
+  const int32_t* table;
+  const int32_t* list;
+  int32_t* rows;
+  const float* scores;
+  int shift;  // candidate blocks of a block of the cache, as a power of two
+
+  __device__ __forceinline__ Columns(const ListedSelectParams& p, int token)
+      : table(p.table + p.request[token] * p.table_stride),
+        list(p.of(token)),
+        rows(p.rows + token * p.rows_stride),
+        scores(p.scores + token * p.scores_stride),
+        shift(p.candidates_shift()) {}
+  /// The list may be the output of the previous kernel.
+  __device__ __forceinline__ void finish(const ListedSelectParams& p, int token) {
+    n = p.entries(token, p.positions[token]);
+  }
+  /// The row of the first entry of the block.
+  __device__ __forceinline__ int32_t place(int column) const {
+    const int number = list[column / run], inside = number & ((1 << shift) - 1);
+    return (table[number >> shift] << shift | inside) * run;
+  }
+  __device__ __forceinline__ int32_t row(int32_t place, int column) const { return place + column % run; }
+};
+
+/// Writes the rows of all columns, if all are selected, and then -1.
+template <typename Columns>
+__device__ __forceinline__ void write_all(const Columns& t, int top) {
+  for (int i = threadIdx.x; i < top; i += blockDim.x) t.rows[i] = i < t.n ? t.row(t.place(i), i) : -1;
+}
 
 /// Writes the buffer indices of the `p.top` best of n entries, p.top < n <= 4 x quads x threads. A warp has 128 x quads
 /// consecutive entries, a lane four of each 128.
-template <int quads, int threads>
-__device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<threads>& s, const Token& t) {
+template <int quads, int threads, typename Params>
+__device__ __forceinline__ void select_held(const Params& p, SharedHeld<threads>& s, const Columns<Params>& t) {
   const int n = t.n;
   static_assert(kTies <= threads && threads / 32 <= 32, "one thread per tie, one lane per warp");
   static_assert(quads <= 8, "one bit of `flags` per entry");
@@ -294,12 +360,12 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
   float4 v[quads];
   // Loaded together with the scores, unless that takes more registers than available.
   constexpr bool early = quads <= 4;
-  int32_t block[quads];
+  int32_t place[quads];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     const int at = first + 128 * i;
-    v[i] = load_four(t.row, at, n, p.aligned);
-    block[i] = early && at < n ? t.table[at / kKeysPerBlock] : 0;
+    v[i] = load_four(t.scores, at, n, p.aligned);
+    place[i] = early && at < n ? t.place(at) : 0;
   }
   uint32_t order[quads][4];
 #pragma unroll
@@ -411,20 +477,21 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     uint32_t at = before[i], four = best >> 4 * i & 15;
-    if (!early && four) block[i] = t.table[(first + 128 * i) / kKeysPerBlock];
-    for (; four; four &= four - 1) t.rows[at++] = block[i] * kKeysPerBlock + 4 * lane % kKeysPerBlock + __ffs(four) - 1;
+    if (!early && four) place[i] = t.place(first + 128 * i);
+    for (; four; four &= four - 1) t.rows[at++] = t.row(place[i], 4 * lane) + __ffs(four) - 1;
   }
 }
 
 /// For many tokens that see at most 4 x quads x threads entries: small blocks, `resident` per SM.
-template <int threads, int quads, int resident>
-__global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ SelectParams p) {
+template <typename Params, int threads, int quads, int resident>
+__global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ Params p) {
   let_next_kernel_start();
   SharedHeld<threads>& s = *static_cast<SharedHeld<threads>*>(shared_memory());
-  const Token t(p, blockIdx.x);
+  Columns<Params> t(p, blockIdx.x);
   wait_for_previous_kernel();
+  t.finish(p, blockIdx.x);
   if (t.n <= p.top)
-    t.write_all(p.top);
+    write_all(t, p.top);
   else if (t.n <= 2 * quads * threads)
     select_held<quads / 2>(p, s, t);
   else
@@ -432,25 +499,24 @@ __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __
 }
 
 /// `resident`: thread blocks per SM.
-template <bool clustered, int resident>
-__global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid_constant__ SelectParams p) {
+template <typename Params, bool clustered, int resident>
+__global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid_constant__ Params p) {
   let_next_kernel_start();
   Shared& s = *static_cast<Shared*>(shared_memory());
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);
   const int token = clustered ? blockIdx.x / p.cluster : blockIdx.x, rank = clustered ? cluster_rank() : 0;
-  const Token t(p, token);
+  Columns<Params> t(p, token);
   wait_for_previous_kernel();
+  t.finish(p, token);
   const int n = t.n;
-  const int32_t* table = t.table;
-  int32_t* rows = t.rows;
-  const float* row = t.row;
+  const float* row = t.scores;
   // Eight quads take more registers than three blocks per SM leave.
   constexpr int most = resident > 2 ? 4 : 8;
   if (n <= max(p.top, 4 * most * kThreads)) {
     if (rank > 0) return;
     SharedHeld<kThreads>& held = *static_cast<SharedHeld<kThreads>*>(shared_memory());
     if (n <= p.top)
-      t.write_all(p.top);
+      write_all(t, p.top);
     else if (n <= 8 * kThreads)
       select_held<2>(p, held, t);
     else if (n <= 16 * kThreads)
@@ -523,20 +589,21 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
     });
   }
   __syncthreads();
-  write_rows(s, bitmap, n, table, rows);
+  write_rows(s, bitmap, t);
 }
 
-template <int threads, int quads, int resident>
-cudaError_t launch_held(const SelectParams& p, bool sm_90, cudaStream_t stream) {
+template <int threads, int quads, int resident, typename Params>
+cudaError_t launch_held(const Params& p, bool sm_90, cudaStream_t stream) {
   constexpr unsigned bytes = sizeof(SharedHeld<threads>);
   static_assert(bytes <= 48 << 10, "more needs an opt-in");
-  return launch(select_held_kernel<threads, quads, resident>, {dim3(unsigned(p.tokens)), threads, bytes, 1, sm_90},
-                stream, p);
+  return launch(select_held_kernel<Params, threads, quads, resident>,
+                {dim3(unsigned(p.tokens)), threads, bytes, 1, sm_90}, stream, p);
 }
 
 }  // namespace
 
-cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream_t stream) {
+template <typename Params>
+cudaError_t launch_select(Params p, bool sm_90, int processors, cudaStream_t stream) {
   // If two blocks per SM hold all tokens, a third would only make the load uneven.
   const bool few = p.tokens <= 2 * processors;
   if (!few && p.width <= 4096) return launch_held<256, 4, 6>(p, sm_90, stream);
@@ -547,10 +614,16 @@ cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream
          p.cluster * kShare < p.width)
     p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
-  const auto kernel = p.cluster > 1 ? select_kernel<true, 2> : few ? select_kernel<false, 2> : select_kernel<false, 3>;
+  const auto kernel = p.cluster > 1 ? select_kernel<Params, true, 2>
+                      : few         ? select_kernel<Params, false, 2>
+                                    : select_kernel<Params, false, 3>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (error != cudaSuccess) return error;
   return launch(kernel, {dim3(unsigned(p.tokens * p.cluster)), kThreads, bytes, unsigned(p.cluster), sm_90}, stream, p);
 }
+
+template cudaError_t launch_select(SelectParams, bool, int, cudaStream_t);
+template cudaError_t launch_select(CandidateSelectParams, bool, int, cudaStream_t);
+template cudaError_t launch_select(ListedSelectParams, bool, int, cudaStream_t);
 
 }  // namespace dsv4
