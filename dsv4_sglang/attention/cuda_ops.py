@@ -1,6 +1,6 @@
 """CUDA implementations, in Triton, FlashMLA and the extension, of the ops `attend` and `index_topk`.
 
-Importing this module registers them and needs no GPU. The kernels are imported on the first call.
+Importing this module registers them and needs no GPU. Triton's kernels are imported on the first call.
 """
 
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops import cuda_index
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -42,14 +43,28 @@ def index_topk(
     kept: Tensor | None = None,
     within: Tensor | None = None,
 ) -> None:
-    """Run the kernels of the extension at V4's ratio, Triton's for keys without the Hadamard transform."""
-    inputs = q, weights, index_keys, block_table, token_request, positions, rope, key_format, scores, entry_indices
-    if ratio == CSA_RATIO and hadamard and kept is None and within is None:
-        cuda_index.index_topk(*inputs)
-        return
-    from dsv4_sglang.attention import triton_index
+    """Run the kernels of the extension.
 
-    triton_index.index_topk(*inputs, ratio, hadamard, candidate_block, kept, within)
+    Raises:
+        ValueError: they do not have this form of keys or these candidate blocks.
+    """
+    inputs = q, weights, index_keys, block_table, token_request, positions, rope
+    has_blocks = kept is not None or within is not None
+    if ratio == CSA_RATIO and hadamard and not has_blocks:
+        cuda_index.index_topk(*inputs, key_format, scores, entry_indices)
+        return
+    form = f"{KeyFormat.from_code(key_format).value} {'with' if hadamard else 'without'} the Hadamard transform"
+    if ratio not in (1, 2) or hadamard or key_format != KeyFormat.MXFP4.code:
+        raise ValueError(
+            f"index_topk: keys of ratio {ratio} in {form}; expected ratio 1 or 2 in mxfp4 without it, or ratio 4 with "
+            "it and without candidates"
+        )
+    if has_blocks and candidate_block != cuda_index.CANDIDATE_ENTRIES:
+        raise ValueError(
+            f"index_topk: candidate blocks of {candidate_block} entries; expected {cuda_index.CANDIDATE_ENTRIES} on a "
+            "CUDA device"
+        )
+    cuda_index.index_topk_of_blocks(*inputs, scores, entry_indices, ratio, kept, within)
 
 
 for _op in (attend, index_topk):

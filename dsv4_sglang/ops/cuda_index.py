@@ -14,9 +14,10 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 
 _OPS = getattr(torch.ops, NAMESPACE)
 
-# Entries of a candidate block (kCandidateEntries in csrc/index/index.h). Without candidates, `index_topk` at ratios 1
-# and 2 scores blocks of this size first.
+# Entries of a candidate block and most heads in a selection of two levels (csrc/index/index.h). Without candidates,
+# `index_topk` at ratios 1 and 2 scores blocks of this size first.
 CANDIDATE_ENTRIES = 8
+CANDIDATE_HEADS = 32
 
 
 def score_columns(visible: int, top: int, listed_blocks: int) -> int:
@@ -113,7 +114,7 @@ def index_topk_of_blocks(
     kept: Tensor | None,
     within: Tensor | None,
 ) -> None:
-    """Compute the op `index_topk` at ratios 1 and 2 for MXFP4 keys without the Hadamard transform, with candidate blocks
+    """Compute the op `index_topk` at ratios 1 and 2, for MXFP4 keys without the Hadamard transform and candidate blocks
     of `CANDIDATE_ENTRIES` entries.
 
     The best entries are in the best blocks: an entry of another block has a lower score than the best entry of each of

@@ -11,14 +11,12 @@ from support.attention_cases import (
     prefill_case,
     rope,
 )
-from support.candidate_cases import candidate_case
 
 from dsv4_sglang.attention import (
     flashmla_scheduler,
     metadata,
     sparse_prefill,
     triton_attend,
-    triton_index,
     triton_metadata,
     triton_output,
 )
@@ -154,23 +152,6 @@ def test_formats_without_a_kernel_are_rejected():
         attended(case, 1)
 
 
-def test_selection_rejects_unsupported_tensors():
-    changes = [
-        ("q", lambda q: q[..., :64], "q is bfloat16"),
-        ("weights", lambda w: w.long(), "weights is int64"),
-        ("index_keys", lambda keys: keys[:, :-1], "expected uint8 .any, 64, 72."),
-        ("index_keys", lambda keys: keys.view(torch.int8), "index_keys is int8"),
-        ("block_table", lambda table: table.long(), "block_table is int64"),
-        ("token_request", lambda x: x.long(), "token_request is int64"),
-        ("positions", lambda x: x.int(), "positions is int32"),
-    ]
-    for name, change, message in changes:
-        case = candidate_case(lens=[(77, 82), (0, 3)], ratio=2, top=16)
-        setattr(case, name, change(getattr(case, name)))
-        with pytest.raises(ValueError, match=message):
-            case.select(8, op=triton_index.index_topk)
-
-
 @pytest.mark.parametrize("op", [triton_output.inverse_rope, triton_output.inverse_rope_and_quantise])
 def test_inverse_rope_rejects_unsupported_tensors(op):
     out, positions = torch.randn(3, 5, 512), torch.tensor([0, 7, 300])
@@ -217,16 +198,6 @@ def test_non_finite_entries_reach_their_tokens_only(stored, at, value):
     arguments = (sink, *lists[0], *lists[1], positions, rope(), 512**-0.5, formats[0].code, None, formats[1].code)
     for out in (triton_attend.attend(q, AttendInputs.from_op(*arguments)), read.attend(q, *arguments)):
         assert not out[0].isfinite().all(-1).any() and out[1].isfinite().all()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
-@pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 24, 8, 9), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
-def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
-    """Entries and candidates equal the reference's, in slices of two tokens."""
-    case = candidate_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
-    monkeypatch.setattr(triton_index, "MAX_SCORES", 1000)
-    case.check(triton_index.index_topk, size, most)
 
 
 @pytest.mark.parametrize("behind", [0, 3])

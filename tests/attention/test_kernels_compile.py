@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from support.attention_cases import BLOCK_SCALED, attend_case, prefill_case
-from support.candidate_cases import candidate_case
 
 pytest.importorskip("triton")
 import triton
@@ -22,7 +21,6 @@ from dsv4_sglang.attention import (
     flashmla_scheduler,
     sparse_prefill,
     triton_attend,
-    triton_index,
     triton_metadata,
     triton_output,
     triton_softmax,
@@ -56,12 +54,6 @@ def compile_launch(architecture: int, kernel: JITFunction, *args, grid, warmup, 
 
 def attend(splits: int = 1, **shape) -> None:
     triton_attend.attend(*attend_case(tokens=2, width=512, **shape).inputs(), splits=splits)
-
-
-def select(ratio: int) -> None:
-    case = candidate_case(lens=[(90, 92)], ratio=ratio, top=8)
-    for kept, within in ((case.candidates(3), None), (None, torch.zeros(2, 3).int())):
-        case.select(8, kept, within, triton_index.index_topk)
 
 
 def inverse_rope() -> None:
@@ -120,7 +112,6 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         (86, partial(attend, heads=16, q_dtype=torch.float32, **BLOCK_SCALED)),
         (90, partial(attend, heads=64, **BLOCK_SCALED)),
         (100, partial(attend, heads=64, splits=3, **BLOCK_SCALED)),
-        *((architecture, partial(select, ratio)) for architecture, ratio in ((80, 1), (100, 2))),
         (90, latent),
         *((architecture, inverse_rope) for architecture in (90, 100)),
         *(
@@ -143,7 +134,6 @@ def test_compiles(architecture: int, launch: Callable[[], None], monkeypatch, tm
     monkeypatch.setattr(JITFunction, "run", lambda *args, **given: compile_launch(architecture, *args, **given))
     monkeypatch.setattr(triton_softmax, "device_limits", lambda device: (SHARED[architecture], 132))
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", lambda q, *inputs: q)
-    monkeypatch.setattr(triton_index, "_best", lambda orders, top: torch.zeros(len(orders), top).long())
     launch()
 
 

@@ -30,6 +30,7 @@ from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.formats.quantise import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.ops.cuda_index import listed_blocks
 from dsv4_sglang.ops.reference import chunks, read
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.srt.attention import layer_ops
@@ -57,7 +58,7 @@ CONFIG = V41Config(
         "index_source_layer_ids": (1, 3, 5, 7),
         "candidate_source_layer_id": 5,
         "candidate_topk_blocks": 5,
-        "candidate_block_size": 4,
+        "candidate_block_size": 8,
     }
 )
 # Window; full, reuse; full, reuse (ratio 2); full with candidates, reuse, reindex within them, reuse (ratio 1); window
@@ -217,7 +218,15 @@ class Play:
         self.pools = make_paged_pools(self.layout, dict.fromkeys(self.layout.kinds, 24))
         # The backend's part of a step.
         specs = self.layout.schemas
-        scratch = StepScratch(device, torch.float32, TOP, KVFormat.MXFP8, candidate_blocks=5, scored_per_block=0)
+        scratch = StepScratch(
+            device,
+            torch.float32,
+            TOP,
+            KVFormat.MXFP8,
+            candidate_blocks=5,
+            scored_per_block=128,
+            listed_blocks=listed_blocks(TOP, 5),
+        )
         tables = [
             LayerTables(
                 self.state.ring(i), self.state.compressor_state(i), *(pool.allocations if pool else (None, None))

@@ -5,12 +5,16 @@ tests/cache/test_v41_cache.py compares the reference with a dense computation, o
 
 import pytest
 import torch
+from support import index_steps
 from support.attention_cases import BLOCK_SCALED, assert_attends, attend_case
-from support.candidate_cases import candidate_case
+from support.candidate_cases import candidate_case, long_case
 from support.kernel_cases import ops, recorded
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
-from dsv4_sglang.attention import triton_attend, triton_index
+from dsv4_sglang.attention import triton_attend
+from dsv4_sglang.formats import KeyFormat
+from dsv4_sglang.ops import cuda_index
+from dsv4_sglang.ops.reference import read
 
 pytestmark = pytest.mark.gpu
 
@@ -28,11 +32,97 @@ def test_attend(heads, width, q_dtype, splits):
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
-@pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 512, 8, 100), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
-def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
+@pytest.mark.parametrize("slices", [None, 50])
+@pytest.mark.parametrize(
+    "ratio, heads, top, most", [(1, 32, 512, 100), (1, 32, 64, 100), (2, 32, 64, 3), (2, 5, 16, 90)]
+)
+def test_selection(ratio, heads, top, most, slices, equal):
+    """Chunks of several requests: short lists of all blocks, and more blocks than are listed."""
     case = candidate_case(lens=[(1977, 2100), (0, 3), (1299, 1300)], ratio=ratio, top=top, heads=heads, equal=equal)
-    monkeypatch.setattr(triton_index, "MAX_SCORES", 100_000)
-    case.check(ops().index_topk, size, most, "cuda")
+    case.check(ops().index_topk, 8, most, "cuda", slices)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 300], ids=["decode", "verify", "prefill"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_selection_of_the_release(ratio, tokens):
+    """512 entries and 2,048 candidate blocks of contexts with more blocks."""
+    lens = [(20_000 * ratio - tokens, 20_000 * ratio), (9000 - tokens, 9000), (700 - tokens, 700)]
+    case = candidate_case(lens=lens[: 1 if tokens == 300 else 3], ratio=ratio, top=512)
+    case.check(ops().index_topk, 8, 2048, "cuda")
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_a_million_positions(ratio):
+    positions = [(1 << 20) - 1, 700_003, 511, 0]
+    case = long_case(context=1 << 20, positions=positions, ratio=ratio, top=512)
+    case.check(ops().index_topk, 8, 2048, "cuda")
+
+
+def test_query_of_any_scale():
+    """Without the Hadamard transform, scales of a head may be 2^31 apart, and outside the range of fp16."""
+    g = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-15, 16, (50, 32, 4, 1), generator=g) + torch.randint(
+        -60, 60, (50, 32, 1, 1), generator=g
+    )
+    q = torch.randn(50, 32, 4, 32, generator=g) * 2.0**exponents
+    q = q.flatten(2).bfloat16()
+    q[3] = 0
+    case = candidate_case(lens=[(0, 50)], ratio=1, top=16)
+    inputs = (x.cuda() for x in (q, torch.ones(50, 32), case.positions, case.rope))
+    out, gains = cuda_index.prepare_query(*inputs, KeyFormat.MXFP4, hadamard=False)
+    got = out.cpu().unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3).double() * gains.cpu().double()[..., None]
+    expected = read.index_query(q, case.positions, case.rope, KeyFormat.MXFP4, hadamard=False).double()
+    assert torch.equal(got, expected)
+
+
+def scores_with_corners(width: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(width)
+    scores = torch.randn(6, width, generator=g)
+    scores[1] = torch.randint(-3, 3, (width,), generator=g)
+    scores[2] = 0.0
+    scores[3] = (scores[3] - 3).relu()
+    scores[4, width // 2] = float("inf")
+    scores[5] = torch.linspace(-1e30, 1e30, width)
+    return scores
+
+
+@pytest.mark.parametrize("width, top", [(40, 8), (4097, 100), (16384, 2048), (16385, 512), (132_096, 2048)])
+@pytest.mark.parametrize("copies", [1, 60], ids=["few", "many"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_select_blocks(ratio, width, top, copies):
+    """Few and many tokens use different kernels; long and short lists use different algorithms."""
+    entries = 8 * torch.tensor([width, width, width - 1, width, width, top]) - torch.tensor([0, 3, 7, 5, 1, 0])
+    scores, positions = (
+        x.repeat(copies, *[1] * (x.dim() - 1)) for x in (scores_with_corners(width), entries * ratio - 1)
+    )
+    expected, got = torch.zeros(6, top).int(), torch.full((6 * copies, top), -7, dtype=torch.int32, device="cuda")
+    index_steps.index_select_blocks(scores, positions[:6], ratio, expected)
+    ops().index_select_blocks(scores.cuda(), positions.cuda(), ratio, got)
+    assert torch.equal(got.cpu(), expected.repeat(copies, 1))
+
+
+@pytest.mark.parametrize("listed, top", [(5, 8), (513, 100), (512, 512), (1024, 512), (2048, 512), (2500, 512)])
+@pytest.mark.parametrize("copies", [1, 60], ids=["few", "many"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_select_listed(ratio, listed, top, copies):
+    """Lists with and without the newest block, which may be a partial one, and shorter lists."""
+    g = torch.Generator().manual_seed(listed)
+    blocks = torch.tensor([3 * listed, 3 * listed, listed, listed // 2, 3 * listed - 1, 3 * listed])
+    positions = (8 * blocks - torch.tensor([0, 3, 7, 5, 1, 6])) * ratio - 1
+    lists = torch.full((6, listed), -1, dtype=torch.int32)
+    for t, count in enumerate(blocks.tolist()):
+        chosen = torch.randperm(count, generator=g)[:listed].sort().values
+        if t in (1, 5):
+            chosen[-1] = count - 1
+        lists[t, : len(chosen)] = chosen.int()
+    table = torch.randperm(2 * listed, generator=g).int().view(2, -1)
+    inputs = scores_with_corners(8 * listed), torch.tensor([0, 1, 1, 0, 0, 1]).int(), positions, lists
+    scores, owners, positions, lists = (x.repeat(copies, *[1] * (x.dim() - 1)) for x in inputs)
+    expected, got = torch.zeros(6, top).int(), torch.full((6 * copies, top), -7, dtype=torch.int32, device="cuda")
+    index_steps.index_select_listed(scores, table, owners[:6], positions[:6], ratio, lists[:6], expected)
+    moved = (x.cuda() for x in (scores, table, owners, positions))
+    ops().index_select_listed(*moved, ratio, lists.cuda(), got)
+    assert torch.equal(got.cpu(), expected.repeat(copies, 1))
 
 
 def test_in_a_graph():
@@ -41,7 +131,7 @@ def test_in_a_graph():
     case, other = (candidate_case(lens=[(300, 306)], ratio=1, top=24, seed=seed) for seed in (0, 1))
     args = one.args("cuda")
     rows, kept = (torch.zeros(6, n, dtype=torch.int32, device="cuda") for n in (24, 5))
-    inputs = case.args(8, rows)
+    inputs = case.args(8, rows, kept)
 
     def run() -> torch.Tensor:
         ops().index_topk(*inputs, kept, None)
@@ -52,7 +142,7 @@ def test_in_a_graph():
     for tensor, now in zip(args, two.args("cuda")):
         if isinstance(tensor, torch.Tensor):
             tensor.copy_(now)
-    for tensor, now in zip(inputs[:7], other.args(8, rows)):
+    for tensor, now in zip(inputs[:7], other.args(8, rows, kept)):
         tensor.copy_(now)
     graph.replay()
     assert_attends(out, two, BOUND[torch.bfloat16])

@@ -264,14 +264,30 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
 
 
-def test_prefill_graphs_are_off_for_v41() -> None:
-    args = arguments(cuda_graph_config=graphs(prefill="breakable"))
+@pytest.mark.parametrize("given, backend", [(set(), "disabled"), ({("prefill", "backend")}, "breakable")])
+def test_prefill_graphs_of_v41_are_off_unless_a_flag_selects_them(given: set, backend: str) -> None:
+    asked = graphs(prefill="breakable")
+    asked.prefill.max_bs = 1000
+    args = arguments(cuda_graph_config=asked)
+    args._cuda_graph_config_locked = given
     prefill_graphs.switch_off(args)
-    assert current_flags(args).cuda_graph_config.prefill.backend == "disabled"
-    args._cuda_graph_config_locked = {("prefill", "backend")}
-    with pytest.raises(LaunchError) as rejected:
-        reject_given(args, config(model_type="deepseek_v41"), Options())
-    assert any(line.startswith("--cuda-graph-backend-prefill breakable is not") for line in rejected.value.args)
+    assert current_flags(args).cuda_graph_config.prefill.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "line"),
+    [
+        ("cuda", {"candidate_block_size": 4}, "a checkpoint with candidate_block_size 4 is not supported: .* it is 8"),
+        ("cuda", {"index_n_heads": 64}, "a checkpoint with index_n_heads 64 is not supported: .* at most 32"),
+        ("cuda", {"candidate_block_size": 8, "index_n_heads": 32}, None),
+        ("cpu", {"candidate_block_size": 4, "index_n_heads": 64}, None),
+    ],
+)
+def test_forms_of_selection_without_a_kernel(device: str, fields: dict[str, int], line: str | None) -> None:
+    lines = rejections(config(model_type="deepseek_v41", **fields), device=device)
+    found = [text for text in lines if "candidate_block_size" in text or "index_n_heads" in text]
+    assert len(found) == (line is not None), lines
+    assert line is None or re.match(line, found[0]), found
 
 
 def test_coordination_of_ranks_is_rejected_with_dp_attention(monkeypatch: pytest.MonkeyPatch) -> None:

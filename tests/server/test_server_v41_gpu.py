@@ -64,6 +64,19 @@ def test_decode_graphs_of_every_size(server: Server, oracle: OracleV41) -> None:
         assert steps and all("cuda graph: True" in line for line in steps), steps
 
 
+def test_prefill_graphs(model: Path, oracle: OracleV41, tmp_path: Path) -> None:
+    """Recorded prefill steps, which a flag selects: prompts alone, several at once, and after a hit."""
+    graphs = "--cuda-graph-backend-prefill", "breakable"
+    with running(model, tmp_path / "log", *FLAGS, *graphs, **OPTIONS) as server:
+        mark, prompts = len(server.log_text()), [prompt(n, seed=n) for n in (40, 200, 250, 90, 129)]
+        asked = [(ids, server.generate(ids, GENERATED)) for ids in (*prompts, prompts[2])]
+        asked += list(zip(prompts, server.generate_all(prompts, GENERATED)))
+        steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
+        assert steps and all("cuda graph: True" in line for line in steps), steps
+    assert asked[5][1].cached == 128
+    assert_near(oracle, asked)
+
+
 def test_the_next_turn(server: Server, oracle: OracleV41) -> None:
     """The next turn is right after an odd number of decoded tokens, whose snapshot a decode graph has taken."""
     server.flush()

@@ -82,12 +82,13 @@ def index_topk(
         positions: int64 [T].
         rope: fp32 [positions, 64].
         key_format: code of the format of `index_keys`.
-        scores: fp32 scratch [T, most visible entries], unused on a CPU.
+        scores: fp32 scratch, unused on a CPU. A CUDA device needs `ops.cuda_index.score_columns` columns and any number
+            of rows.
         entry_indices: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries,
             then -1.
         ratio: tokens per entry. The token at position t selects among floor((t + 1) / ratio) entries.
-        hadamard: the keys have the Hadamard transform. A CUDA device takes 4 with it and without candidates, or any
-            ratio without it.
+        hadamard: the keys have the Hadamard transform. A CUDA device takes ratio 4 with it and without candidates, or
+            ratios 1 and 2 of MXFP4 keys without it, at most 32 heads, and candidate blocks of 8 entries.
         candidate_block: entries of a candidate block, 0 without candidates.
         kept: int32 [T, C], receives the numbers of the candidate blocks in ascending order, then -1.
         within: int32 [T, C], candidate blocks that an earlier layer wrote to `kept`.

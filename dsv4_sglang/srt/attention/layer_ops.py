@@ -18,6 +18,7 @@ from dsv4_sglang.cache.layer_spec import LayerKVSpec, Selection, source_of
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.ops.cuda_index import listed_blocks
 from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES, SCRATCH_BYTES, StepScratch
 
 if TYPE_CHECKING:
@@ -77,14 +78,17 @@ def make_scratch(
         top_k: entries that a token selects; 0 for layers that attend to no entries.
     """
     selecting = [spec for spec in specs if spec.selection is Selection.TOP_K]
+    candidate_blocks = max((spec.candidates.blocks for spec in selecting if spec.candidates), default=0)
+    # Keys with the transform are those of V4, all of whose scores are stored.
+    two_levels = any(not spec.hadamard for spec in selecting)
     return StepScratch(
         device,
         dtype,
         top_k,
         specs[0].ring_format,
-        candidate_blocks=max((spec.candidates.blocks for spec in selecting if spec.candidates), default=0),
-        # The selection of keys without the transform is in Triton and PyTorch, which allocate (`triton_index`).
-        scored_per_block=max((spec.entries_per_block for spec in selecting if spec.hadamard), default=0),
+        candidate_blocks=candidate_blocks,
+        scored_per_block=max((spec.entries_per_block for spec in selecting), default=0),
+        listed_blocks=listed_blocks(top_k, candidate_blocks) if two_levels else 0,
     )
 
 

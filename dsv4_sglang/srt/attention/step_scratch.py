@@ -8,9 +8,10 @@ from torch import Tensor
 from dsv4_sglang.formats import KVFormat, make_kv_buffers
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
+from dsv4_sglang.ops.cuda_index import score_columns
 
 # Bytes of index scores that a prefill step computes at a time: in an eager step, and in a CUDA graph. A token in a CUDA
-# graph has a score for every entry of the longest context.
+# graph has scores for the longest context.
 SCRATCH_BYTES = 256 << 20
 RECORDED_SCRATCH_BYTES = 128 << 20
 
@@ -28,8 +29,9 @@ class StepScratch:
         top_k: entries that a token selects. 0 for a model without such layers, which needs neither indices nor scores.
         window_format: KV format of the window workspace.
         candidate_blocks: candidate blocks of a token (`layer_spec.Candidates`), 0 without.
-        scored_per_block: index scores that a block of the cache needs in scratch, 0 for a selection that allocates its
-            own.
+        scored_per_block: entries of a block of the cache among which a token selects.
+        listed_blocks: candidate blocks whose entries are scored (`ops.cuda_index.listed_blocks`), 0 if all visible
+            entries are.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class StepScratch:
         *,
         candidate_blocks: int = 0,
         scored_per_block: int = BLOCK_TOKENS // CSA_RATIO,
+        listed_blocks: int = 0,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.top_k, self.window_format = top_k, window_format
-        self.candidate_blocks, self.scored_per_block = candidate_blocks, scored_per_block
+        self.candidate_blocks, self.listed_blocks = candidate_blocks, listed_blocks
+        self.scored_per_block = scored_per_block
         self._reserved: dict[str, list[Tensor]] = {}
         self._growing: dict[str, Tensor] = {}
         self._window: Tensor | None = None
@@ -136,6 +140,5 @@ class StepScratch:
         return min(tokens, max(1, most_bytes // max(1, 4 * self.score_width(block_table))))
 
     def score_width(self, block_table: Tensor) -> int:
-        """Return the scores per token: one per entry of the longest context, or none if all entries are selected."""
-        visible = block_table.shape[1] * self.scored_per_block
-        return visible if visible > self.top_k else 0
+        """Return the scores per token for the longest context, or none if all entries are selected."""
+        return score_columns(block_table.shape[1] * self.scored_per_block, self.top_k, self.listed_blocks)

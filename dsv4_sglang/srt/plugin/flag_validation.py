@@ -17,12 +17,13 @@ from sglang.srt.environ import envs
 from dsv4_sglang.cache.host_memory import available_bytes
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.ops.cuda_index import CANDIDATE_ENTRIES, CANDIDATE_HEADS
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
 from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, REJECTION, on_grid
-from dsv4_sglang.srt.sglang.flags import flag_defaults, given_graph_settings
+from dsv4_sglang.srt.sglang.flags import flag_defaults
 
 # CUDA graphs of a phase: the only kind that is served, and the reason.
 GRAPHS = (
@@ -296,10 +297,11 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     ):
         if (value := getattr(args, field)) != served:
             yield _named(field, value), f"{untested}; leave it out"
-    if ("prefill", "backend") in given_graph_settings(args) and args.cuda_graph_config.prefill.backend != "disabled":
-        backend = args.cuda_graph_config.prefill.backend
-        reason = "the selection of DeepSeek-V4.1 cannot be recorded for a whole context; leave it out"
-        yield f"--cuda-graph-backend-prefill {backend}", reason
+    if args.device == "cuda":
+        if (size := getattr(hf_config, "candidate_block_size", CANDIDATE_ENTRIES)) != CANDIDATE_ENTRIES:
+            yield f"a checkpoint with candidate_block_size {size}", f"on a GPU it is {CANDIDATE_ENTRIES}"
+        if (heads := getattr(hf_config, "index_n_heads", CANDIDATE_HEADS)) > CANDIDATE_HEADS:
+            yield f"a checkpoint with index_n_heads {heads}", f"on a GPU there are at most {CANDIDATE_HEADS}"
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
