@@ -8,6 +8,7 @@ import torch
 # The program runs without pytest, which would add the folder of the tests.
 sys.path.append(str(Path(__file__).parents[1]))
 from support.attention_cases import index_case
+from support.candidate_cases import candidate_case
 from support.kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
 from test_append_swa_cuda import Ring, rows
 from test_append_v41_cuda import Case
@@ -53,6 +54,9 @@ def main() -> None:
         for key_format, q_dtype in ((KeyFormat.MXFP4, torch.bfloat16), (KeyFormat.FP32, torch.float32)):
             case = index_case(lens=lens, heads=64, top=512, q_dtype=q_dtype, key_format=key_format)
             cuda_index.index_topk(*case.args(DEVICE, slices=slices))
+    for ratio, slices in ((1, 64), (2, 30)):
+        found = candidate_case(lens=[(1977, 2020), (0, 3), (5000, 5004)], ratio=ratio, top=64)
+        found.check(op.index_topk, 8, 100, DEVICE, slices)
     torch.cuda.synchronize()
     print("done")
 
