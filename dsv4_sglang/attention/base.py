@@ -51,7 +51,9 @@ class AttendInputs(NamedTuple):
         scale: factor of the logits.
         kv_format: KV format of `window`.
         entry_format: KV format of `entries`.
-        ratio: compression ratio 0, 4 or 128, for `sparse_prefill`. The op does not pass it.
+        ratio: tokens per entry, 0 without, for `sparse_prefill`. The op does not pass it.
+        selects: the layer has selected the entries, for `sparse_prefill`. If not, they are those of the layer before it
+            that has entries of this ratio. The op does not pass it.
     """
 
     sink: Tensor
@@ -64,6 +66,7 @@ class AttendInputs(NamedTuple):
     kv_format: KVFormat
     entry_format: KVFormat
     ratio: int = 0
+    selects: bool = False
 
     @classmethod
     def from_op(cls, sink: Tensor, *args: Any) -> AttendInputs:

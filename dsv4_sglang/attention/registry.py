@@ -2,7 +2,7 @@
 
 | attention kernel | what runs | steps | window format |
 | --- | --- | --- | --- |
-| `sparse_prefill.SparsePrefillAttention` | FlashMLA's sparse bf16 kernel, on gathered entries | prefill | fp8, bf16 |
+| `sparse_prefill.SparsePrefillAttention` | FlashMLA's sparse bf16 kernel, on gathered entries | prefill | not fp32 |
 | `flashmla.FlashMLAAttention` | FlashMLA's FP8 decode kernel, on the KV buffers in place | any | fp8 |
 | `PortableAttention` | the op `attend`: Triton on CUDA, `ops.reference.read` on a CPU | any | all |
 """
@@ -16,6 +16,7 @@ from dsv4_sglang.attention import cuda_ops  # noqa: F401  registers `attend` for
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, LayerOutput
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 
 
 class PortableAttention(AttentionKernel):
@@ -33,7 +34,12 @@ class PortableAttention(AttentionKernel):
 
 
 def make_kernels(
-    device: torch.device, blocks: int, heads: int, dtype: torch.dtype, kv_format: KVFormat
+    device: torch.device,
+    blocks: int,
+    heads: int,
+    dtype: torch.dtype,
+    kv_format: KVFormat,
+    entries_per_block: int = BLOCK_TOKENS // CSA_RATIO,
 ) -> list[AttentionKernel]:
     """Return the attention kernels that support a model on `device`, fastest first. The last one takes any step.
 
@@ -43,6 +49,7 @@ def make_kernels(
         heads: query heads of a layer.
         dtype: dtype of the queries.
         kv_format: format of window entries.
+        entries_per_block: most entries of a block in a layer.
     """
     kernels: list[AttentionKernel] = []
     model = device, heads, dtype, kv_format
@@ -51,7 +58,7 @@ def make_kernels(
         from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 
         if SparsePrefillAttention.supports(*model):
-            kernels.append(SparsePrefillAttention(blocks))
+            kernels.append(SparsePrefillAttention(blocks, entries_per_block))
         if FlashMLAAttention.supports(*model):
             kernels.append(FlashMLAAttention(scheduler_config(device, padded_heads(heads))))
     return [*kernels, PortableAttention()]

@@ -1,12 +1,14 @@
 """`attend` of a prefill step through FlashMLA's sparse bf16 kernel, on sm_90 and sm_100 (SPEC 2.2, 4.5).
 
 That kernel takes one contiguous bf16 buffer and one index list per token. So each layer first gathers its window
-entries and the compressed entries of the step's requests into a bf16 buffer, block by block (FP8 entries are exact in
-bf16). The index lists are translated to positions in that buffer, compressed entries first. The sparse kernel
-multiplies about twice as fast as the FP8 decode kernel. Gathering is cheap in comparison: 1.6 KB per entry of context,
-once a layer, while every token of the step reads up to 640 entries.
+entries and the compressed entries of the step's requests into a bf16 buffer, block by block (entries of all formats are
+exact in bf16). Layers of V4.1 that attend to the entries of one KV buffer gather them once. The index lists are
+translated to positions in the bf16 buffer, compressed entries first. The sparse kernel multiplies about twice as fast
+as the FP8 decode kernel. Gathering is cheap in comparison: 1.6 KB per entry of context, while every token of the step
+reads up to 640 entries.
 
-Bytes per layer: 584 read and 1024 written per gathered entry, 4 read and 4 written per list item.
+Bytes per layer: 584 read (528 or 288 of V4.1's) and 1024 written per gathered entry, 4 read and 4 written per list
+item.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dsv4_sglang.attention.triton_entries import (
     NOPE,
     ROPE,
     SQRT_E4M3_FACTOR,
+    block_scaled_dims,
     e4m3_bits,
     exponent_to_scale,
     fp8_entry,
@@ -50,11 +53,11 @@ _ENTRIES_PER_PROGRAM = 16
 def _gather_kernel(
     window_ptr, entries_ptr, blocks_ptr, out_ptr, window_entries, total,
     window_block_stride, entry_block_stride, window_entries_per_block, compressed_entries_per_block, per_block,
-    FP8: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, BLOCK_SCALED: tl.constexpr, FP4: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups of BLOCK_N entries). Gather `window_entries` window entries, then each listed block.
 
-    `per_block` is the number of compressed entries of a block.
+    `per_block` is the number of compressed entries of a block. BLOCK_SCALED: all are NVFP4 entries (FP4) or MXFP8 ones.
     """
     index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = index < total
@@ -71,7 +74,11 @@ def _gather_kernel(
     dims = tl.arange(0, DIM)[None, :]
     is_entry = mask[:, None]
     out_at = out_ptr + index.to(tl.int64)[:, None] * DIM
-    if FP8:
+    if BLOCK_SCALED:
+        place_at, of_block = block_at[:, None], entries_per_block[:, None]
+        value = block_scaled_dims(place_at, inside[:, None], of_block, is_entry, 0, DIM, FP4, tl.bfloat16)
+        tl.store(out_at + dims, value, mask=is_entry)
+    elif FP8:
         entry_at, scale_at = fp8_entry(block_at, inside, entries_per_block)
         entry_at = entry_at[:, None]
         multiplier = exponent_to_scale(tl.load(scale_at, mask=mask, other=0) & 0xFF)[:, None]
@@ -145,27 +152,29 @@ class SparsePrefillAttention(FlashMLAKernel):
 
     Args:
         blocks: number of blocks of the entry buffers.
+        entries_per_block: most entries of a block in a layer.
     """
 
-    kv_formats = (KVFormat.FP8, KVFormat.BF16)
+    kv_formats = (KVFormat.FP8, KVFormat.BF16, KVFormat.MXFP8)
 
-    def __init__(self, blocks: int) -> None:
-        self._block_count = blocks
+    def __init__(self, blocks: int, entries_per_block: int = BLOCK_TOKENS // CSA_RATIO) -> None:
+        self._block_count, self._entries_per_block = blocks, entries_per_block
         self._places: Tensor | None = None  # int32 [block_count], index of a block among the step's blocks
         self._table: Tensor | None = None
         self._blocks: Tensor | None = None
         self._shared_lists: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gathered: Tensor | None = None  # buffer of the gathered entries, if other layers read it too
         self._window_size = 0
 
     def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
         """Collect the step's blocks. Return False for a decode step or if gathering costs more than it saves."""
-        self._blocks = None
+        self._blocks = self._gathered = None
         self._shared_lists.clear()
         if lengths is None:
             return False
         counts = [-(-length // BLOCK_TOKENS) for length in lengths]
         blocks = sum(counts)
-        total = step.window_size + _entries_per_block(CSA_RATIO) * blocks
+        total = step.window_size + self._entries_per_block * blocks
         if total > min(MAX_GATHERED, MAX_GATHERED_PER_TOKEN * step.positions.shape[0]):
             return False
         device = step.positions.device
@@ -185,7 +194,7 @@ class SparsePrefillAttention(FlashMLAKernel):
         return True
 
     def free_scratch(self) -> None:
-        self._places = self._table = self._blocks = None
+        self._places = self._table = self._blocks = self._gathered = None
         self._shared_lists.clear()
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
@@ -203,24 +212,38 @@ class SparsePrefillAttention(FlashMLAKernel):
     def _gather(self, inputs: AttendInputs) -> Tensor:
         """Gather bf16 entries: the window workspace, then the compressed entries of each block of the step."""
         assert self._blocks is not None and self._table is not None, "call `begin_step` before `attend`"
-        per_block = _entries_per_block(inputs.ratio)
-        total = self._window_size + (self._blocks.shape[0] * per_block if inputs.entries else 0)
-        table = self._table[:total]
+        entries = self._blocks.shape[0] * _entries_per_block(inputs.ratio) if inputs.entries else 0
+        table = self._table[: self._window_size + entries]
+        if inputs.kv_format is not KVFormat.MXFP8:
+            self._launch_gather(inputs, table, self._window_size, inputs.kv_format)
+            return table
+        # The formats differ, so each has a launch.
+        self._launch_gather(inputs, table[: self._window_size], self._window_size, inputs.kv_format)
+        if inputs.entries and self._gathered is not inputs.entries.table:
+            self._launch_gather(inputs, table[self._window_size :], 0, inputs.entry_format)
+            self._gathered = inputs.entries.table
+        return table
+
+    def _launch_gather(self, inputs: AttendInputs, table: Tensor, window_entries: int, stored: KVFormat) -> None:
+        """Fill `table` with the first `window_entries` of the window workspace and the compressed entries of the step's
+        blocks, all in the format `stored`."""
         window, entries = inputs.window.table, (inputs.entries or inputs.window).table
+        total, per_block = table.shape[0], _entries_per_block(inputs.ratio)
         _gather_kernel[(triton.cdiv(total, _ENTRIES_PER_PROGRAM),)](
-            *(window, entries, self._blocks, table, self._window_size, total),
+            *(window, entries, self._blocks, table, window_entries, total),
             *(table_stride(window), table_stride(entries), window.shape[1], entries.shape[1], per_block),
-            FP8=inputs.kv_format is KVFormat.FP8,
+            FP8=stored is KVFormat.FP8,
+            BLOCK_SCALED=stored in (KVFormat.MXFP8, KVFormat.NVFP4),
+            FP4=stored is KVFormat.NVFP4,
             BLOCK_N=_ENTRIES_PER_PROGRAM,
             num_warps=4,
         )
-        return table
 
     def _shared_or_joined_lists(self, inputs: AttendInputs) -> tuple[Tensor, Tensor]:
-        """Return the lists of all tokens. Only CSA layers have lists of their own."""
+        """Return the lists of all tokens. CSA layers share none, other layers those of the latest selection."""
         if inputs.ratio == CSA_RATIO:
             return self._joined_lists(inputs, slice(None))
-        if inputs.ratio not in self._shared_lists:
+        if inputs.selects or inputs.ratio not in self._shared_lists:
             self._shared_lists[inputs.ratio] = self._joined_lists(inputs, slice(None))
         return self._shared_lists[inputs.ratio]
 

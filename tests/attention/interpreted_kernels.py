@@ -1,5 +1,7 @@
 """The Triton attention kernels under Triton's interpreter, on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.attention_cases import (
@@ -308,15 +310,9 @@ def test_prefill_metadata(chunks, tokens, limits):
         assert torch.equal(got.hca_indices[token, :seen], expected.hca_indices[token, :seen])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
-@pytest.mark.parametrize("ratio, at_once", [(0, None), (4, None), (128, None), (0, 7), (4, 7), (128, 7)])
-def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
-    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch. `at_once`: tokens
-    whose entries are listed at a time; None for all."""
-    if at_once:
-        monkeypatch.setattr(sparse_prefill, "MAX_LISTED", at_once * 256)
-    step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
+@pytest.fixture
+def sparse_attention(monkeypatch):
+    """FlashMLA's sparse kernel in PyTorch."""
 
     def sparse(q, table, lists, lens, sink, scale):
         assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
@@ -329,14 +325,54 @@ def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
         )
 
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
-    kernel = sparse_prefill.SparsePrefillAttention(8)
     # Interpreting a program takes the same time for any size, so programs are larger than on a GPU.
     monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", 128)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("formats", "ratio"),
+    [
+        *(({"kv_format": kv_format}, ratio) for kv_format in (KVFormat.FP8, KVFormat.BF16) for ratio in (0, 4, 128)),
+        *((BLOCK_SCALED, ratio) for ratio in (0, 1, 2)),
+    ],
+)
+@pytest.mark.parametrize("at_once", [None, 7])
+@pytest.mark.usefixtures("sparse_attention")
+def test_sparse_prefill(formats, ratio, at_once, monkeypatch):
+    """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch. `at_once`: tokens
+    whose entries are listed at a time; None for all."""
+    if at_once:
+        monkeypatch.setattr(sparse_prefill, "MAX_LISTED", at_once * 256)
+    step, lengths, case = prefill_case(ratio=ratio, heads=64, **formats)
+    kernel = sparse_prefill.SparsePrefillAttention(8, 128)
     assert kernel.begin_step(step, lengths)
     for _ in range(2):
         assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
     written = kernel._table[: step.window_size].float()
-    assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
+    assert torch.equal(written, KVBuffer(case.window, case.kv_format).read(torch.arange(step.window_size)))
+
+
+@pytest.mark.usefixtures("sparse_attention")
+def test_entries_of_a_buffer_are_gathered_once_a_step():
+    """Layers that attend to the same entries gather their windows only, and those that select list anew. The next step
+    gathers the entries again."""
+    step, lengths, case = prefill_case(ratio=1, heads=64, **BLOCK_SCALED)
+    kernel = sparse_prefill.SparsePrefillAttention(8, 128)
+    assert kernel.begin_step(step, lengths)
+    q, inputs = case.inputs()
+    kernel.attend(q, inputs._replace(selects=True))
+    second = replace(case, window=prefill_case(ratio=2, heads=64, **BLOCK_SCALED)[2].window)
+    read_once = replace(second, entries=case.entries.clone())
+    case.entries.fill_(0xFF)
+    assert_attends(kernel.attend(*second.inputs()).values, read_once, BOUND[torch.bfloat16])
+    # Another selection: the first entry of each list, as often as the list is long.
+    second.entry_indices = read_once.entry_indices = case.entry_indices[:, :1].repeat(1, case.entry_indices.shape[1])
+    q, inputs = second.inputs()
+    out = kernel.attend(q, inputs._replace(selects=True)).values
+    assert_attends(out, read_once, BOUND[torch.bfloat16])
+    assert kernel.begin_step(step, lengths)
+    assert kernel.attend(q, inputs).values.isnan().any()
 
 
 @pytest.mark.full

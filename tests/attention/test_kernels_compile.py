@@ -62,9 +62,9 @@ def inverse_rope() -> None:
     triton_output.inverse_rope_and_quantise(out, positions, rope)
 
 
-def sparse(kv_format: KVFormat) -> None:
-    step, lengths, case = prefill_case(ratio=4, kv_format=kv_format, heads=64)
-    kernel = sparse_prefill.SparsePrefillAttention(8)
+def sparse(ratio: int = 4, **formats: KVFormat) -> None:
+    step, lengths, case = prefill_case(ratio=ratio, heads=64, **formats)
+    kernel = sparse_prefill.SparsePrefillAttention(8, 128)
     kernel.begin_step(step, lengths)
     kernel.attend(*case.inputs(), output_is_rotated=True)
 
@@ -115,9 +115,10 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         (90, latent),
         *((architecture, inverse_rope) for architecture in (90, 100)),
         *(
-            (architecture, partial(sparse, kv_format))
+            (architecture, partial(sparse, kv_format=kv_format))
             for architecture, kv_format in ((90, FP8), (90, BF16), (100, FP8))
         ),
+        *((architecture, partial(sparse, 1, **BLOCK_SCALED)) for architecture in (90, 100)),
         *(
             (architecture, partial(decode_metadata, *shape))
             for architecture in (80, 90)

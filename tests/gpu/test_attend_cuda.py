@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import AttendCase, assert_attends, assert_quantised, attend_case, prefill_case, rope
+from support.attention_cases import (
+    BLOCK_SCALED,
+    AttendCase,
+    assert_attends,
+    assert_quantised,
+    attend_case,
+    prefill_case,
+    rope,
+)
 from support.kernel_cases import recorded
 
 from dsv4_sglang.attention import flashmla, triton_attend, triton_output
@@ -98,15 +106,20 @@ def test_flashmla_slices_of_a_long_prefill(monkeypatch):
     assert_attends(run(case, "flashmla"), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
+@pytest.mark.parametrize(
+    ("formats", "ratio"),
+    [
+        *(({"kv_format": kv_format}, ratio) for kv_format in (KVFormat.FP8, KVFormat.BF16) for ratio in (0, 4, 128)),
+        *((BLOCK_SCALED, ratio) for ratio in (0, 1, 2)),
+    ],
+)
 @pytest.mark.parametrize("heads", [64, 128, 16])
-@pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_sparse_prefill(ratio, heads, kv_format):
-    step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=heads)
+def test_sparse_prefill(formats, ratio, heads):
+    step, lengths, case = prefill_case(ratio=ratio, heads=heads, **formats)
     needs(SparsePrefillAttention, case)
     q, inputs = case.inputs("cuda")
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, torch.Tensor)})
-    kernel = SparsePrefillAttention(8)
+    kernel = SparsePrefillAttention(8, 128)
     assert kernel.begin_step(step, lengths)
     for _ in range(2):
         assert_attends(kernel.attend(*flashmla.pad_heads(q, inputs)).values, case, BOUND[torch.bfloat16])

@@ -153,7 +153,9 @@ def attend_case(
     )
 
 
-def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMetadata, list[int], AttendCase]:
+def prefill_case(
+    *, ratio: int, kv_format: KVFormat, heads: int, entry_format: KVFormat | None = None
+) -> tuple[StepMetadata, list[int], AttendCase]:
     """A prefill step of three requests, two of which share their first block, with long and short prefixes and chunks,
     and of three tokens that only fill it up; the lengths after it; and one layer's `attend`.
     """
@@ -172,17 +174,19 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         state_slot_of_request=torch.arange(4),
         staging_slots=None,
         snapshot_lens=None,
-        limits=v4_limits(top),
+        limits=v4_limits(top) if entry_format is None else {2: top, 1: top},
         max_length=max(lengths),
         padding=padding,
     )
     entries = entry_indices = entry_lens = entry_owner = None
-    if ratio == 4:
-        entries = kv_buffer(8, 32, kv_format, torch.arange(256), 3.0, g)
-        entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.entry_lens[4]
+    if ratio in (1, 2, 4):
+        per_block = 128 // ratio
+        entries = kv_buffer(8, per_block, entry_format or kv_format, torch.arange(8 * per_block), 3.0, g)
+        entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.entry_lens[ratio]
         for t, n in enumerate(entry_lens.tolist()):
-            entry = torch.randperm((int(positions[t]) + 1) // 4, generator=g)[:n].sort().values
-            entry_indices[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32
+            entry = torch.randperm((int(positions[t]) + 1) // ratio, generator=g)[:n].sort().values
+            blocks = step.block_table[step.token_request[t]][entry // per_block]
+            entry_indices[t, :n] = blocks * per_block + entry % per_block
     elif ratio == 128:
         entries = kv_buffer(1, 8, kv_format, torch.arange(8), 3.0, g)
         entry_indices, entry_lens, entry_owner = step.hca_list()
@@ -200,6 +204,7 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         kv_format=kv_format,
         entry_owner=entry_owner,
         ratio=ratio,
+        entry_format=entry_format,
     )
     return step, lengths, case
 

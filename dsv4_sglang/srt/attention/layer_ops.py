@@ -18,6 +18,7 @@ from dsv4_sglang.cache.layer_spec import LayerKVSpec, Selection, source_of
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.ops.cuda_index import listed_blocks
 from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES, SCRATCH_BYTES, StepScratch
 
@@ -106,7 +107,9 @@ def make_layers(state: StateStorage, blocks: CompressedKVPool, heads: int, scrat
         LayerTables(state.ring(layer), state.compressor_state(layer), blocks.entries(layer), blocks.keys(layer))
         for layer in range(len(specs))
     ]
-    kernels = make_kernels(device, blocks.blocks, heads, scratch.dtype, specs[0].ring_format)
+    # At least that of a CSA layer, also for a draft model, whose layers have no entries.
+    most_entries = max(BLOCK_TOKENS // CSA_RATIO, *(spec.entries_per_block for spec in specs))
+    kernels = make_kernels(device, blocks.blocks, heads, scratch.dtype, specs[0].ring_format, most_entries)
     return LayerOps(specs, tables, kernels, heads, scratch)
 
 
@@ -202,6 +205,7 @@ class LayerOps:
             kv_format=spec.ring_format,
             entry_format=spec.entry_format,
             ratio=self.ratios[layer],
+            selects=spec.selection is Selection.TOP_K,
         )
         assert self.kernel is not None, "a layer comes after the beginning of its step"
         inputs.wait_for_query()
