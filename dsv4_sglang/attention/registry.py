@@ -3,6 +3,7 @@
 | attention kernel | what runs | steps | window format |
 | --- | --- | --- | --- |
 | `sparse_prefill.SparsePrefillAttention` | FlashMLA's sparse bf16 kernel, on gathered entries | prefill | not fp32 |
+| `sparse_decode.SparseDecodeAttention` | the same kernel, on decoded lists | decode of many tokens | mxfp8 |
 | `flashmla.FlashMLAAttention` | FlashMLA's FP8 decode kernel, on the KV buffers in place | any | fp8 |
 | `PortableAttention` | the op `attend`: Triton on CUDA, `ops.reference.read` on a CPU | any | all |
 """
@@ -40,6 +41,7 @@ def make_kernels(
     dtype: torch.dtype,
     kv_format: KVFormat,
     entries_per_block: int = BLOCK_TOKENS // CSA_RATIO,
+    top_k: int = 0,
 ) -> list[AttentionKernel]:
     """Return the attention kernels that support a model on `device`, fastest first. The last one takes any step.
 
@@ -50,15 +52,19 @@ def make_kernels(
         dtype: dtype of the queries.
         kv_format: format of window entries.
         entries_per_block: most entries of a block in a layer.
+        top_k: entries that a token selects.
     """
     kernels: list[AttentionKernel] = []
     model = device, heads, dtype, kv_format
     if device.type == "cuda":
         from dsv4_sglang.attention.flashmla import FlashMLAAttention, padded_heads, scheduler_config
+        from dsv4_sglang.attention.sparse_decode import SparseDecodeAttention
         from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 
         if SparsePrefillAttention.supports(*model):
             kernels.append(SparsePrefillAttention(blocks, entries_per_block))
+        if SparseDecodeAttention.supports(*model):
+            kernels.append(SparseDecodeAttention(top_k))
         if FlashMLAAttention.supports(*model):
             kernels.append(FlashMLAAttention(scheduler_config(device, padded_heads(heads))))
     return [*kernels, PortableAttention()]

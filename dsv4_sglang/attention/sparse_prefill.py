@@ -122,7 +122,7 @@ def _join_kernel(
         tl.store(out_ptr + t * width + column, tl.where(found, entry, window_index), mask=column < width)
 
 
-def _sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sink: Tensor, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sink: Tensor, scale: float) -> Tensor:
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
     return flash_mla_sparse_fwd(
@@ -201,12 +201,12 @@ class SparsePrefillAttention(FlashMLAKernel):
         table, tokens = self._gather(inputs), q.shape[0]
         at_once = max(1, MAX_LISTED // _joined_width(inputs))
         if tokens <= at_once:
-            return _sparse_attention(q, table, *self._shared_or_joined_lists(inputs), inputs.sink, inputs.scale)
+            return sparse_attention(q, table, *self._shared_or_joined_lists(inputs), inputs.sink, inputs.scale)
         out = torch.empty_like(q)
         for begin in range(0, tokens, at_once):
             part = slice(begin, begin + at_once)
             lists = self._joined_lists(inputs, part)
-            out[part] = _sparse_attention(q[part], table, *lists, inputs.sink, inputs.scale)
+            out[part] = sparse_attention(q[part], table, *lists, inputs.sink, inputs.scale)
         return out
 
     def _gather(self, inputs: AttendInputs) -> Tensor:

@@ -1,6 +1,8 @@
 """The Triton attention kernels under Triton's interpreter, on the CPU."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from support.attention_cases import (
 from dsv4_sglang.attention import (
     flashmla_scheduler,
     metadata,
+    sparse_decode,
     sparse_prefill,
     triton_attend,
     triton_metadata,
@@ -314,19 +317,21 @@ def test_prefill_metadata(chunks, tokens, limits):
 def sparse_attention(monkeypatch):
     """FlashMLA's sparse kernel in PyTorch."""
 
-    def sparse(q, table, lists, lens, sink, scale):
+    def sparse(q, table, lists, lens, sink, scale, holes=False):
         assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
         column = torch.arange(lists.shape[1])
-        assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 after the length and nowhere else"
+        listed = column < lens[:, None]
+        assert ((lists >= 0) <= listed).all() and (holes or listed.sum() == (lists >= 0).sum()), "-1 after the length"
         assert (lists < table.shape[0]).all()
         still = torch.zeros(len(q), dtype=torch.int64)
         return read.attend(
             q, sink, table[None], lists, lens, None, None, None, still, rope(), scale, KVFormat.BF16.code
         )
 
-    monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
-    # Interpreting a program takes the same time for any size, so programs are larger than on a GPU.
-    monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", 128)
+    for module, attention in ((sparse_prefill, sparse), (sparse_decode, partial(sparse, holes=True))):
+        monkeypatch.setattr(module, "sparse_attention", attention)
+        # Interpreting a program takes the same time for any size, so programs are larger than on a GPU.
+        monkeypatch.setattr(module, "_ENTRIES_PER_PROGRAM", 128)
 
 
 @pytest.mark.full
@@ -373,6 +378,30 @@ def test_entries_of_a_buffer_are_gathered_once_a_step():
     assert_attends(out, read_once, BOUND[torch.bfloat16])
     assert kernel.begin_step(step, lengths)
     assert kernel.attend(q, inputs).values.isnan().any()
+
+
+@pytest.mark.usefixtures("sparse_attention")
+def test_sparse_decode(monkeypatch):
+    """The whole attention kernel equals the reference. A layer that reuses the selection decodes its window only, and a
+    layer with a window only does not disturb it."""
+    case = attend_case(tokens=9, heads=64, width=72, per_block=64, **BLOCK_SCALED)
+    kernel = sparse_decode.SparseDecodeAttention(72)
+    step = SimpleNamespace(window_indices=case.window_indices, positions=case.positions, is_decode=True)
+    monkeypatch.setattr(sparse_decode, "MIN_TOKENS", 9)
+    assert kernel.begin_step(step, None)
+    q, inputs = case.inputs()
+    assert_attends(kernel.attend(q, inputs._replace(selects=True)).values, case, BOUND[torch.bfloat16])
+    alone = attend_case(tokens=9, heads=64, width=None, seed=1, **BLOCK_SCALED)
+    alone.window_indices, alone.window_lens = case.window_indices, case.window_lens
+    alone.window = case.window
+    assert_attends(kernel.attend(*alone.inputs()).values, alone, BOUND[torch.bfloat16])
+    second = torch.zeros_like(case.window)
+    KVBuffer(second, KVFormat.MXFP8).write(torch.arange(3 * 128), torch.randn(3 * 128, 512))
+    read_once = replace(case, entries=case.entries.clone(), window=second)
+    case.entries.fill_(0xFF)
+    again = inputs._replace(window=inputs.window._replace(table=second))
+    assert_attends(kernel.attend(q, again).values, read_once, BOUND[torch.bfloat16])
+    assert kernel.attend(q, inputs._replace(selects=True)).values.isnan().any()
 
 
 @pytest.mark.full

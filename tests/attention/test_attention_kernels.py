@@ -4,16 +4,17 @@ The GPUs are stand-ins, on which no kernel runs.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from support.attention_cases import attend_case, prefill_case
+from support.attention_cases import BLOCK_SCALED, attend_case, prefill_case
 
 from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.formats import KVFormat
 
 pytest.importorskip("triton")
-from dsv4_sglang.attention import flashmla, sparse_prefill
+from dsv4_sglang.attention import flashmla, sparse_decode, sparse_prefill
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
 
 FP8, BF16, FP32 = KVFormat.FP8, KVFormat.BF16, KVFormat.FP32
@@ -67,6 +68,21 @@ def test_flashmla_is_chosen_for_supported_steps(gpu: Gpu, capability, kv_format,
 def test_other_steps_take_the_triton_kernel(gpu: Gpu, capability, installed, heads, dtype) -> None:
     assert chosen(gpu(capability, installed), heads, dtype, FP8) == (PORTABLE, PORTABLE)
     assert chosen(torch.device("cpu"), heads, dtype, FP8) == (PORTABLE, PORTABLE)
+
+
+@pytest.mark.parametrize(("tokens", "decode"), [(32, "SparseDecodeAttention"), (31, PORTABLE)])
+def test_steps_of_v41(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tokens, decode) -> None:
+    """Eager prefill steps and decode steps of many tokens take FlashMLA's sparse kernel, others the Triton kernel."""
+    kernels = make_kernels(gpu((9, 0)), 8, 64, torch.bfloat16, KVFormat.MXFP8, entries_per_block=128, top_k=8)
+    step, lengths, _ = prefill_case(ratio=1, heads=64, **BLOCK_SCALED)
+    decoding = replace(step, window_size=0, window_indices=step.window_indices[:tokens])
+    names = [
+        next(type(kernel).__name__ for kernel in kernels if kernel.begin_step(*of))
+        for of in ((step, lengths), (step, None), (decoding, None))
+    ]
+    assert names == [SPARSE, PORTABLE, decode]
+    monkeypatch.setattr(sparse_decode, "MAX_GATHERED", 1)
+    assert not kernels[1].begin_step(decoding, None)
 
 
 @pytest.mark.parametrize("limit", ["MAX_GATHERED", "MAX_GATHERED_PER_TOKEN"])

@@ -6,6 +6,7 @@ interpreted_kernels.py tests their results.
 import os
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from dsv4_sglang.attention import (
     flashmla_scheduler,
+    sparse_decode,
     sparse_prefill,
     triton_attend,
     triton_metadata,
@@ -67,6 +69,14 @@ def sparse(ratio: int = 4, **formats: KVFormat) -> None:
     kernel = sparse_prefill.SparsePrefillAttention(8, 128)
     kernel.begin_step(step, lengths)
     kernel.attend(*case.inputs(), output_is_rotated=True)
+
+
+def sparse_for_decode() -> None:
+    q, inputs = attend_case(tokens=32, heads=64, width=512, per_block=128, **BLOCK_SCALED).inputs()
+    kernel = sparse_decode.SparseDecodeAttention(512)
+    step = SimpleNamespace(window_indices=inputs.window.indices, positions=inputs.positions, is_decode=True)
+    kernel.begin_step(step, None)
+    kernel.attend(q, inputs, output_is_rotated=True)
 
 
 def decode_metadata(each: int, sees_block: bool, tracks: bool, limits: dict[int, int | None] = LIMITS) -> None:
@@ -119,6 +129,7 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
             for architecture, kv_format in ((90, FP8), (90, BF16), (100, FP8))
         ),
         *((architecture, partial(sparse, 1, **BLOCK_SCALED)) for architecture in (90, 100)),
+        *((architecture, sparse_for_decode) for architecture in (90, 100)),
         *(
             (architecture, partial(decode_metadata, *shape))
             for architecture in (80, 90)
@@ -134,7 +145,8 @@ def test_compiles(architecture: int, launch: Callable[[], None], monkeypatch, tm
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", lambda *args, **given: compile_launch(architecture, *args, **given))
     monkeypatch.setattr(triton_softmax, "device_limits", lambda device: (SHARED[architecture], 132))
-    monkeypatch.setattr(sparse_prefill, "_sparse_attention", lambda q, *inputs: q)
+    for module in (sparse_prefill, sparse_decode):
+        monkeypatch.setattr(module, "sparse_attention", lambda q, *inputs: q)
     launch()
 
 

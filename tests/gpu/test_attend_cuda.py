@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from support.kernel_cases import recorded
 from dsv4_sglang.attention import flashmla, triton_attend, triton_output
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
+from dsv4_sglang.attention.sparse_decode import SparseDecodeAttention
 from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 from dsv4_sglang.formats import KVFormat
 
@@ -123,6 +125,29 @@ def test_sparse_prefill(formats, ratio, heads):
     assert kernel.begin_step(step, lengths)
     for _ in range(2):
         assert_attends(kernel.attend(*flashmla.pad_heads(q, inputs)).values, case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("tokens, heads, width", [(32, 64, 512), (77, 128, 512), (40, 16, 512)])
+def test_sparse_decode(tokens, heads, width):
+    """A layer that selects, one with a window only, and one that reuses the selection, recorded in a CUDA graph."""
+    case = attend_case(tokens=tokens, heads=heads, width=width, per_block=128, **BLOCK_SCALED)
+    needs(SparseDecodeAttention, case)
+    q, inputs = flashmla.pad_heads(*case.inputs("cuda"))
+    step = SimpleNamespace(window_indices=inputs.window.indices, positions=inputs.positions, is_decode=True)
+    kernel = SparseDecodeAttention(width)
+
+    def layers() -> list[torch.Tensor]:
+        assert kernel.begin_step(step, None)
+        selects, alone = inputs._replace(selects=True), inputs._replace(entries=None)
+        return [kernel.attend(q, each).values for each in (selects, alone, inputs)]
+
+    graph, outs = recorded(layers, warm_up=True)
+    for out in outs:
+        out.fill_(float("nan"))
+    graph.replay()
+    alone = dataclasses.replace(case, entries=None, entry_indices=None, entry_lens=None)
+    for out, of in zip(outs, (case, alone, case)):
+        assert_attends(out, of, BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize("of", [0, 128])

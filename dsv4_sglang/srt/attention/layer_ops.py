@@ -109,7 +109,9 @@ def make_layers(state: StateStorage, blocks: CompressedKVPool, heads: int, scrat
     ]
     # At least that of a CSA layer, also for a draft model, whose layers have no entries.
     most_entries = max(BLOCK_TOKENS // CSA_RATIO, *(spec.entries_per_block for spec in specs))
-    kernels = make_kernels(device, blocks.blocks, heads, scratch.dtype, specs[0].ring_format, most_entries)
+    kernels = make_kernels(
+        device, blocks.blocks, heads, scratch.dtype, specs[0].ring_format, most_entries, scratch.top_k
+    )
     return LayerOps(specs, tables, kernels, heads, scratch)
 
 
