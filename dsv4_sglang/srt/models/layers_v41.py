@@ -79,7 +79,7 @@ class V41Attention(CachedAttention):
     def project(self, x: Tensor) -> ProjectedInput:
         return ProjectedInput(
             kv_score=self.compressor(x) if self.compressor else None,
-            index_weights=self.indexer.weights_proj(x)[0] if self.indexer else None,
+            index_weights=self.indexer.weights_proj(x)[0].float() if self.indexer else None,
         )
 
     @property

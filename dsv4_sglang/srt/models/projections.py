@@ -37,7 +37,7 @@ class ProjectedInput(NamedTuple):
 
     Attributes:
         kv_score, index_kv_score: as in `cache.append.Projections`.
-        index_weights: [T, index heads], weights of the heads of the indexer.
+        index_weights: fp32 [T, index heads], weights of the heads of the indexer.
     """
 
     kv_score: Tensor | None = None
