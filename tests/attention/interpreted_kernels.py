@@ -29,7 +29,7 @@ from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.ops.reference import read
-from dsv4_sglang.srt.models import triton_latent
+from dsv4_sglang.srt.models import triton_latent, triton_query
 
 # The interpreter truncates bf16 where hardware rounds.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -214,6 +214,20 @@ def test_inverse_rope(behind):
     expected = read.rotate(out, positions, table, inverse=True)
     triton_output.inverse_rope(out, positions, table)
     assert torch.allclose(out, expected, atol=1e-6) and torch.equal(written[:, 5:], rest)
+
+
+@pytest.mark.parametrize("heads, padded", [(5, 5), (6, 8)])
+def test_query_rope(heads, padded):
+    """Queries with RoPE equal PyTorch's. The heads after them stay."""
+    q, positions = torch.randn(3, heads, 512).bfloat16(), torch.tensor([0, 7, 300])
+    out = torch.full((3, padded, 512), -7.0).bfloat16()
+    triton_query.query_rope(q, out[:, :heads], positions, rope())
+    expected = read.rotate(q.float(), positions, rope())
+    # The interpreter truncates bf16 where hardware rounds.
+    assert torch.allclose(out[:, :heads].float(), expected, rtol=2**-7, atol=1e-6)
+    assert torch.equal(out[:, :heads, :448], q[..., :448]) and (out[:, heads:] == -7).all()
+    with pytest.raises(ValueError, match=r"query_rope: out is .*without gaps from dimension 1"):
+        triton_query.query_rope(q, _beside(out[:, :heads]), positions, rope())
 
 
 @pytest.mark.parametrize("tokens, dim", [(1, 1024), (5, 1536), (4, 128)])

@@ -30,7 +30,7 @@ from dsv4_sglang.attention import (
 from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
 from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.srt.models import triton_latent
+from dsv4_sglang.srt.models import triton_latent, triton_query
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")]
 
@@ -98,6 +98,11 @@ def latent() -> None:
     triton_latent.norm_and_quantise(torch.zeros(2, 1536).bfloat16(), torch.ones(1536).bfloat16(), 1e-6)
 
 
+def query_rope() -> None:
+    q = torch.zeros(2, 64, 512).bfloat16()
+    triton_query.query_rope(q, q, torch.zeros(2).long(), torch.zeros(4, 64))
+
+
 def launch_id(value: object) -> str:
     """Return a test id without addresses, which differ between the processes of xdist."""
     if not isinstance(value, partial):
@@ -123,6 +128,7 @@ FP8, BF16 = KVFormat.FP8, KVFormat.BF16
         (90, partial(attend, heads=64, **BLOCK_SCALED)),
         (100, partial(attend, heads=64, splits=3, **BLOCK_SCALED)),
         (90, latent),
+        (90, query_rope),
         *((architecture, inverse_rope) for architecture in (90, 100)),
         *(
             (architecture, partial(sparse, kv_format=kv_format))

@@ -31,3 +31,20 @@ def test_latent_equals_that_of_sglang(tokens, dim):
     largest = normed.float().view(tokens, -1, 128).abs().amax(-1).repeat_interleave(128, 1)
     assert ((got - expected).abs() <= expected.abs() / 7 + largest * 2**-16).all()
     assert (got != expected).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("tokens, heads", [(1, 64), (257, 16)])
+def test_query_rope_equals_pytorch(tokens, heads):
+    from support.attention_cases import rope
+
+    from dsv4_sglang.ops.rope import rotate
+    from dsv4_sglang.srt.models.triton_query import query_rope
+
+    g = torch.Generator().manual_seed(tokens)
+    q, positions = torch.randn(tokens, heads, 512, generator=g).bfloat16(), torch.arange(tokens) * 13
+    out = torch.full((tokens, 64, 512), -7.0, dtype=torch.bfloat16, device="cuda")
+    query_rope(q.cuda(), out[:, :heads], positions.cuda(), rope().cuda())
+    expected, got = rotate(q.float(), positions, rope()), out[:, :heads].cpu()
+    # A fused multiply-add may round a sum to the other of two neighbours.
+    assert torch.allclose(got.float(), expected, rtol=2**-8, atol=1e-6) and (out[:, heads:] == -7).all()
+    assert (got != expected.bfloat16()).float().mean() < 1e-3

@@ -99,6 +99,11 @@ class V41Attention(CachedAttention):
     def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
         q = self.wq_b(latent)[0].view(-1, self.n_local_heads, self.head_dim)
         out = out[:, : self.n_local_heads]
+        if q.is_cuda:
+            from dsv4_sglang.srt.models.triton_query import query_rope
+
+            query_rope(q, out, positions, self.rope)
+            return
         out[..., :-ROPE_DIM] = q[..., :-ROPE_DIM]
         out[..., -ROPE_DIM:] = torch_layers.rotate(q[..., -ROPE_DIM:].float(), self.rope[positions])
 
