@@ -84,8 +84,8 @@ def cases(n: int) -> list[tuple[list[int], list[int], bool]]:
 def test_forms_equal_eager_steps(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, ratio: int, kv_format: str, case: int
 ) -> None:
-    """On a GPU the short form has the kernels of an eager step, and must return the same bits. The long form reads FP8
-    entries in another kernel."""
+    """On a GPU the short form has the kernels of an eager step, and must return the same bits. For a single token eager
+    steps have another kernel, as the long form has for FP8 entries."""
     on_gpu = device.type == "cuda"
     if not on_gpu and kv_format == "bf16":
         pytest.skip("one format on a CPU")
@@ -105,7 +105,7 @@ def test_forms_equal_eager_steps(
     step = graph.backend.metadata
     assert step is not None and step.block_table.shape[1] == (n if fits else max(4 * n, 64))
     assert all(map(torch.equal, eager.written(), graph.written()))
-    if fits and on_gpu:
+    if fits and on_gpu and sum(chunks) > 1:
         assert torch.equal(got, expected)
     size = expected.double().norm(dim=-1).clamp_min(1e-30)
     error = (got.double() - expected.double()).norm(dim=-1) / size
