@@ -93,7 +93,7 @@ class SparseDecodeAttention(FlashMLAKernel):
         self._table: Tensor | None = None  # bf16, window entries of all tokens, then their selected entries
         self._lists: dict[bool, tuple[Tensor, Tensor]] = {}
 
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+    def begin_step(self, step: StepMetadata, most_blocks: int | None) -> bool:
         """Allocate the buffer. Return False for a prefill step, and for few or very many tokens."""
         self.free_scratch()
         tokens, window = step.window_indices.shape

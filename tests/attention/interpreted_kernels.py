@@ -356,19 +356,26 @@ def sparse_attention(monkeypatch):
         *((BLOCK_SCALED, ratio) for ratio in (0, 1, 2)),
     ],
 )
+@pytest.mark.parametrize("more_blocks", [0, 3])
 @pytest.mark.parametrize("at_once", [None, 7])
 @pytest.mark.usefixtures("sparse_attention")
-def test_sparse_prefill(formats, ratio, at_once, monkeypatch):
+def test_sparse_prefill(formats, ratio, at_once, more_blocks, monkeypatch):
     """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch. `at_once`: tokens
-    whose entries are listed at a time; None for all."""
+    whose entries are listed at a time; None for all. `more_blocks`: excess of the bound over the step's blocks, as in a
+    CUDA graph."""
     if at_once:
         monkeypatch.setattr(sparse_prefill, "MAX_LISTED", at_once * 256)
-    step, lengths, case = prefill_case(ratio=ratio, heads=64, **formats)
+    step, blocks, case = prefill_case(ratio=ratio, heads=64, **formats)
     kernel = sparse_prefill.SparsePrefillAttention(8, 128)
-    assert kernel.begin_step(step, lengths)
+    if more_blocks:
+        kernel.reserve(step.window_size, blocks + more_blocks, torch.device("cpu"))
+        kernel._reserved.table.fill_(float("nan"))
+    assert kernel.begin_step(step, blocks + more_blocks)
     for _ in range(2):
         assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
-    written = kernel._table[: step.window_size].float()
+    gathered = kernel._gathered
+    assert (gathered is kernel._reserved) == bool(more_blocks) and gathered.block_count.tolist() == [blocks]
+    written = gathered.table[: step.window_size].float()
     assert torch.equal(written, KVBuffer(case.window, case.kv_format).read(torch.arange(step.window_size)))
 
 
@@ -376,9 +383,9 @@ def test_sparse_prefill(formats, ratio, at_once, monkeypatch):
 def test_entries_of_a_buffer_are_gathered_once_a_step():
     """Layers that attend to the same entries gather their windows only, and those that select list anew. The next step
     gathers the entries again."""
-    step, lengths, case = prefill_case(ratio=1, heads=64, **BLOCK_SCALED)
+    step, blocks, case = prefill_case(ratio=1, heads=64, **BLOCK_SCALED)
     kernel = sparse_prefill.SparsePrefillAttention(8, 128)
-    assert kernel.begin_step(step, lengths)
+    assert kernel.begin_step(step, blocks)
     q, inputs = case.inputs()
     kernel.attend(q, inputs._replace(selects=True))
     second = replace(case, window=prefill_case(ratio=2, heads=64, **BLOCK_SCALED)[2].window)
@@ -390,7 +397,7 @@ def test_entries_of_a_buffer_are_gathered_once_a_step():
     q, inputs = second.inputs()
     out = kernel.attend(q, inputs._replace(selects=True)).values
     assert_attends(out, read_once, BOUND[torch.bfloat16])
-    assert kernel.begin_step(step, lengths)
+    assert kernel.begin_step(step, blocks)
     assert kernel.attend(q, inputs).values.isnan().any()
 
 

@@ -14,6 +14,8 @@ from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.formats import KVFormat
 
 pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
 from dsv4_sglang.attention import flashmla, sparse_decode, sparse_prefill
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
 
@@ -25,6 +27,8 @@ Gpu = Callable[..., torch.device]
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
     """Return a function that makes a GPU of a given architecture, with or without FlashMLA."""
+
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **given: None)
 
     def make(capability: tuple[int, int], installed: bool = True) -> torch.device:
         flashmla.has_kernel.cache_clear()
@@ -40,9 +44,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 def chosen(device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> tuple[str, str]:
     """Return the attention kernels of a prefill step and of a following decode step."""
     kernels = make_kernels(device, 8, heads, dtype, kv_format)
-    step, lengths, _ = prefill_case(ratio=4, kv_format=kv_format, heads=heads)
+    step, blocks, _ = prefill_case(ratio=4, kv_format=kv_format, heads=heads)
     return tuple(
-        next(type(kernel).__name__ for kernel in kernels if kernel.begin_step(step, of)) for of in (lengths, None)
+        next(type(kernel).__name__ for kernel in kernels if kernel.begin_step(step, most)) for most in (blocks, None)
     )
 
 
@@ -74,11 +78,11 @@ def test_other_steps_take_the_triton_kernel(gpu: Gpu, capability, installed, hea
 def test_steps_of_v41(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tokens, decode) -> None:
     """Eager prefill steps and decode steps of many tokens take FlashMLA's sparse kernel, others the Triton kernel."""
     kernels = make_kernels(gpu((9, 0)), 8, 64, torch.bfloat16, KVFormat.MXFP8, entries_per_block=128, top_k=8)
-    step, lengths, _ = prefill_case(ratio=1, heads=64, **BLOCK_SCALED)
+    step, blocks, _ = prefill_case(ratio=1, heads=64, **BLOCK_SCALED)
     decoding = replace(step, window_size=0, window_indices=step.window_indices[:tokens])
     names = [
         next(type(kernel).__name__ for kernel in kernels if kernel.begin_step(*of))
-        for of in ((step, lengths), (step, None), (decoding, None))
+        for of in ((step, blocks), (step, None), (decoding, None))
     ]
     assert names == [SPARSE, PORTABLE, decode]
     monkeypatch.setattr(sparse_decode, "MAX_GATHERED", 1)

@@ -65,9 +65,9 @@ def inverse_rope() -> None:
 
 
 def sparse(ratio: int = 4, **formats: KVFormat) -> None:
-    step, lengths, case = prefill_case(ratio=ratio, heads=64, **formats)
+    step, blocks, case = prefill_case(ratio=ratio, heads=64, **formats)
     kernel = sparse_prefill.SparsePrefillAttention(8, 128)
-    kernel.begin_step(step, lengths)
+    kernel.begin_step(step, blocks)
     kernel.attend(*case.inputs(), output_is_rotated=True)
 
 

@@ -117,12 +117,12 @@ def test_flashmla_slices_of_a_long_prefill(monkeypatch):
 )
 @pytest.mark.parametrize("heads", [64, 128, 16])
 def test_sparse_prefill(formats, ratio, heads):
-    step, lengths, case = prefill_case(ratio=ratio, heads=heads, **formats)
+    step, blocks, case = prefill_case(ratio=ratio, heads=heads, **formats)
     needs(SparsePrefillAttention, case)
     q, inputs = case.inputs("cuda")
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, torch.Tensor)})
     kernel = SparsePrefillAttention(8, 128)
-    assert kernel.begin_step(step, lengths)
+    assert kernel.begin_step(step, blocks)
     for _ in range(2):
         assert_attends(kernel.attend(*flashmla.pad_heads(q, inputs)).values, case, BOUND[torch.bfloat16])
 

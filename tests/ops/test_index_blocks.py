@@ -13,7 +13,7 @@ from dsv4_sglang.ops import cuda_index
 from dsv4_sglang.planner.reserves import prefill_graph_bytes
 from dsv4_sglang.srt.attention.layer_ops import make_scratch
 from dsv4_sglang.srt.attention.prefill_graphs import SIZES
-from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES
+from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES, StepScratch
 
 MILLION = 1 << 20
 
@@ -59,22 +59,19 @@ def test_a_million_positions(ratio):
         assert torch.equal(case.select(8), case.select(8, op=cuda_ops.index_topk))
 
 
-def scratch_of(context: int) -> tuple[object, torch.Tensor]:
-    """Return the scratch of DeepSeek-V4.1-Flash, and the block table of a step of one request."""
+def scratch_of_release() -> StepScratch:
     config = V41Config.flash()
-    table = torch.zeros(1, -(-context // 128), dtype=torch.int32)
-    return make_scratch(v41_specs(config), "meta", torch.bfloat16, config.index_topk), table
+    return make_scratch(v41_specs(config), "meta", torch.bfloat16, config.index_topk)
 
 
 def test_scratch_of_long_contexts():
     """A token has a score for each 8 entries of the context, and at least for all entries of its candidate blocks. A
     recorded prefill step takes a part of what the planner reserves for its graphs."""
-    scratch, million = scratch_of(MILLION)
+    scratch, million = scratch_of_release(), MILLION // 128
     assert scratch.score_width(million) == MILLION // 8
-    for context in (129, 1024, 16384, 40_000):
-        scratch, table = scratch_of(context)
-        assert scratch.score_width(table) == (0 if context <= 512 else min(table.numel() * 128, 8 * 2048))
-    scratch.reserve(SIZES[-1], 0, scratch.scored_at_once(SIZES[-1], million, RECORDED_SCRATCH_BYTES), million)
+    for blocks in (2, 8, 128, 313):
+        assert scratch.score_width(blocks) == (0 if blocks <= 4 else min(blocks * 128, 8 * 2048))
+    scratch.reserve(SIZES[-1], 0, min(SIZES[-1] * scratch.score_width(million), RECORDED_SCRATCH_BYTES // 4))
     taken = {name: sum(x.numel() * x.element_size() for x in of) for name, of in scratch._reserved.items()}
     assert taken["scores"] <= RECORDED_SCRATCH_BYTES
     assert taken["candidates"] == SIZES[-1] * 2048 * 4

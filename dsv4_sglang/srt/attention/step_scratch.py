@@ -10,8 +10,7 @@ from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.ops.cuda_index import score_columns
 
-# Bytes of index scores that a prefill step computes at a time: in an eager step, and in a CUDA graph. A token in a CUDA
-# graph has scores for the longest context.
+# Bytes of index scores that a prefill step computes at a time: in an eager step, and in a CUDA graph.
 SCRATCH_BYTES = 256 << 20
 RECORDED_SCRATCH_BYTES = 128 << 20
 
@@ -56,21 +55,20 @@ class StepScratch:
 
     # Memory of recorded steps
 
-    def reserve(self, tokens: int, padded_heads: int, scored_tokens: int, block_table: Tensor) -> None:
+    def reserve(self, tokens: int, padded_heads: int, scores: int) -> None:
         """Allocate the scratch of recorded steps, except for their window workspace.
 
         Args:
             tokens: maximum number of tokens of a step.
             padded_heads: heads of a query buffer with padding heads; 0 if the queries have none.
-            scored_tokens: tokens whose index scores are computed at once.
-            block_table: block table of the steps, for the width of the scores.
+            scores: maximum number of index scores that are computed at once.
         """
         if padded_heads:
             self._reserve("query", tokens * padded_heads * ENTRY_DIM, self.dtype)
         if self.top_k:
             self._reserve("indices", tokens * self.top_k, torch.int32)
             self._reserve("candidates", tokens * self.candidate_blocks, torch.int32)
-            self._reserve("scores", scored_tokens * self.score_width(block_table), torch.float32)
+            self._reserve("scores", scores, torch.float32)
 
     def reserve_window(self, entries: int) -> None:
         """Allocate the window workspace of recorded prefill steps."""
@@ -99,7 +97,7 @@ class StepScratch:
 
     def scores(self, tokens: int, block_table: Tensor) -> Tensor:
         """Return a buffer fp32 [tokens, score_width] for index scores."""
-        return self._buffer("scores", tokens, self.score_width(block_table), torch.float32)
+        return self._buffer("scores", tokens, self.score_width(block_table.shape[1]), torch.float32)
 
     def window(self, entries: int) -> Tensor:
         """Return a window workspace, a KV buffer of `entries` entries."""
@@ -137,8 +135,8 @@ class StepScratch:
             block_table: block table of the step.
             most_bytes: maximum size of the scores, unless a single token has more.
         """
-        return min(tokens, max(1, most_bytes // max(1, 4 * self.score_width(block_table))))
+        return min(tokens, max(1, most_bytes // max(1, 4 * self.score_width(block_table.shape[1]))))
 
-    def score_width(self, block_table: Tensor) -> int:
-        """Return the scores per token for the longest context, or none if all entries are selected."""
-        return score_columns(block_table.shape[1] * self.scored_per_block, self.top_k, self.listed_blocks)
+    def score_width(self, blocks: int) -> int:
+        """Return the scores per token for a context of `blocks` blocks, or none if all entries are selected."""
+        return score_columns(blocks * self.scored_per_block, self.top_k, self.listed_blocks)
