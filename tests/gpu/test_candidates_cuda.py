@@ -35,7 +35,7 @@ def test_attend(heads, width, q_dtype, splits):
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("slices", [None, 50])
 @pytest.mark.parametrize(
-    "ratio, heads, top, most", [(1, 32, 512, 100), (1, 32, 64, 100), (2, 32, 64, 3), (2, 5, 16, 90)]
+    "ratio, heads, top, most", [(1, 32, 512, 100), (1, 32, 64, 100), (2, 32, 64, 3), (2, 5, 16, 90), (1, 32, 1, 3)]
 )
 def test_selection(ratio, heads, top, most, slices, equal):
     """Chunks of several requests: short lists of all blocks, and more blocks than are listed."""
