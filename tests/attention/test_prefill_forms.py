@@ -19,7 +19,7 @@ from dsv4_sglang.cache.step import prefill_window_size
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.attention import backend as backend_module
-from dsv4_sglang.srt.attention import prefill_recorder, step_scratch
+from dsv4_sglang.srt.attention import layer_ops, prefill_recorder, step_scratch
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
 from dsv4_sglang.srt.attention.layer_ops import make_scratch
 from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS, SIZES
@@ -37,7 +37,7 @@ def make_steps(
     and `blocks` blocks in all."""
     monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_dp_size=1))
     scratch = SIZE * 4 * context_blocks * BLOCK // 4
-    for module in (prefill_recorder, step_scratch):
+    for module in (layer_ops, prefill_recorder, step_scratch):
         monkeypatch.setattr(module, "RECORDED_SCRATCH_BYTES", scratch)
     monkeypatch.setattr(prefill_recorder, "SHORT_FORM_ENTRIES", 32 * blocks)
     on_gpu = device.type == "cuda"

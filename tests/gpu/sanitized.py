@@ -13,6 +13,7 @@ from support.kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
 from test_append_swa_cuda import Ring, rows
 from test_append_v41_cuda import Case
 
+from dsv4_sglang.attention import cuda_ops
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.model.geometry import state_rows
 from dsv4_sglang.ops import cuda_index
@@ -56,7 +57,7 @@ def main() -> None:
             cuda_index.index_topk(*case.args(DEVICE, slices=slices))
     for ratio, slices in ((1, 64), (2, 30)):
         found = candidate_case(lens=[(1977, 2020), (0, 3), (5000, 5004)], ratio=ratio, top=64)
-        found.check(op.index_topk, 8, 100, DEVICE, slices)
+        found.check(cuda_ops.index_topk, 8, 100, DEVICE, slices)
     torch.cuda.synchronize()
     print("done")
 

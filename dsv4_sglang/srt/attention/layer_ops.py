@@ -154,7 +154,7 @@ class LayerOps:
                 and if there is no such bound.
             recorded: the step is a prefill step in a CUDA graph.
         """
-        self.score_bytes = RECORDED_SCRATCH_BYTES if recorded else SCRATCH_BYTES
+        self.score_bytes, self.scratch.recorded = RECORDED_SCRATCH_BYTES if recorded else SCRATCH_BYTES, recorded
         self.kernel = next(kernel for kernel in self.kernels if kernel.begin_step(step, most_blocks))
 
     @property

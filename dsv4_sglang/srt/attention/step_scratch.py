@@ -48,6 +48,8 @@ class StepScratch:
         self.top_k, self.window_format = top_k, window_format
         self.candidate_blocks, self.listed_blocks = candidate_blocks, listed_blocks
         self.scored_per_block = scored_per_block
+        # True in a recorded prefill step, which must not use scratch that may be freed.
+        self.recorded = False
         self._reserved: dict[str, list[Tensor]] = {}
         self._growing: dict[str, Tensor] = {}
         self._window: Tensor | None = None
@@ -119,9 +121,11 @@ class StepScratch:
         zero.
         """
         needed = rows * columns
-        for scratch in (*self._reserved.get(name, ()), self._growing.get(name)):
+        for scratch in (*self._reserved.get(name, ()), None if self.recorded else self._growing.get(name)):
             if scratch is not None and scratch.numel() >= needed:
                 return scratch[:needed].view(rows, columns)
+        if self.recorded:
+            raise RuntimeError(f"scratch {name} of a recorded step: {rows} x {columns} elements were not reserved")
         self._growing[name] = torch.zeros(needed, dtype=dtype, device=self.device)
         return self._growing[name].view(rows, columns)
 
