@@ -225,7 +225,7 @@ def test_a_failing_part_costs_only_itself(tmp_path: Path, capsys: pytest.Capture
 # Programs
 
 
-@pytest.mark.parametrize("name", [*run.NAMES, "prefix_simulation"])
+@pytest.mark.parametrize("name", [*run.NAMES, "prefix_simulation", "v41"])
 def test_dry_run(name: str, tmp_path: Path) -> None:
     """Each program that needs no server runs with its smallest sizes, and its text names no failure."""
     assert importlib.import_module(f"benchmarks.{name}").main(arguments(tmp_path, "--quick")) == 0
