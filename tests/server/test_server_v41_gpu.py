@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 on a GPU: bf16 compute, decode steps in CUDA graphs, eager prefill steps.
+"""DeepSeek-V4.1 on a GPU: bf16 compute, decode steps in CUDA graphs, eager and recorded prefill steps.
 
 Servers reject GPUs with this model until these tests have passed (flag_validation.py). The plugin lifts that rejection
 alone (server_plugin.py).
@@ -7,6 +7,7 @@ alone (server_plugin.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 from reference.oracle_v41 import OracleV41
 from support.server import Generated, Server, assert_as_cold, distances, prompt, running
 from support.server_plugin import broken
+
+from dsv4_sglang.attention.sparse_decode import MIN_TOKENS
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
@@ -64,16 +67,21 @@ def test_decode_graphs_of_every_size(server: Server, oracle: OracleV41) -> None:
         assert steps and all("cuda graph: True" in line for line in steps), steps
 
 
-def test_prefill_graphs(model: Path, oracle: OracleV41, tmp_path: Path) -> None:
-    """Recorded prefill steps, which a flag selects: prompts alone, several at once, and after a hit."""
-    graphs = "--cuda-graph-backend-prefill", "breakable"
-    with running(model, tmp_path / "log", *FLAGS, *graphs, **OPTIONS) as server:
+def test_prefill_graphs_and_many_requests(model: Path, oracle: OracleV41, tmp_path: Path) -> None:
+    """Recorded prefill steps, which a flag selects: prompts alone, several at once, and after a hit. Then so many
+    requests that decode steps read decoded entries (`sparse_decode.MIN_TOKENS`)."""
+    flags = [*("48" if flag == "16" else flag for flag in FLAGS), "--cuda-graph-backend-prefill", "breakable"]
+    with running(model, tmp_path / "log", *flags, **OPTIONS) as server:
         mark, prompts = len(server.log_text()), [prompt(n, seed=n) for n in (40, 200, 250, 90, 129)]
         asked = [(ids, server.generate(ids, GENERATED)) for ids in (*prompts, prompts[2])]
         asked += list(zip(prompts, server.generate_all(prompts, GENERATED)))
         steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
         assert steps and all("cuda graph: True" in line for line in steps), steps
-    assert asked[5][1].cached == 128
+        assert asked[5][1].cached == 128
+        mark, prompts = len(server.log_text()), [prompt(20 + i, seed=i) for i in range(44)]
+        asked += list(zip(prompts, server.generate_all(prompts, GENERATED)))
+        steps = re.findall(r"Decode batch.*#running-req: (\d+).*cuda graph: True", server.log_text()[mark:])
+        assert max(map(int, steps)) >= MIN_TOKENS, steps
     assert_near(oracle, asked)
 
 
