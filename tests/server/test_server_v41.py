@@ -76,6 +76,19 @@ def test_alone_and_all_at_once(server: Server, oracle: OracleV41) -> None:
         assert distances(oracle, ids, got).max() <= TOLERANCE, len(ids)
 
 
+@only("one process, host cache")
+def test_answers_of_automodel(server: Server, model: Path) -> None:
+    """Answers agree with a model that shares no code with the project."""
+    pytest.importorskip("nemo_automodel", reason="tools/setup.sh installs it with the CPU recipe")
+    from reference.automodel import Automodel
+
+    outside = Automodel(model)
+    for ids in (prompt(length, seed=50) for length in (3, 129, 500)):
+        got = server.generate(ids, GENERATED)
+        apart = torch.tensor(got.logprobs) - outside.score(ids, got.tokens).logprobs
+        assert apart.abs().max() <= TOLERANCE, len(ids)
+
+
 def test_branches(server: Server, oracle: OracleV41) -> None:
     """Branches around a block boundary are right, and the first leaves a snapshot at the branch point."""
     trunk = prompt(530, seed=2)
