@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,6 @@ from reference import oracle_v41
 from reference.oracle_v41 import OracleV41
 from reference.quantise import KEY_SCALE_MIN, v41_entries, v41_keys, v41_rows
 
-pytest.importorskip("nemo_automodel", reason="tools/setup.sh installs it with the CPU recipe")
-from reference import automodel
-
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 # Error of an fp32 sum of about 256 products, relative to their size.
@@ -24,7 +23,7 @@ FP32_SUM = 2.0**-20
 PROMPT = torch.randint(3, 384, (200,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-def both(folder: Path, **fields: int) -> tuple[OracleV41, automodel.Automodel]:
+def both(automodel: ModuleType, folder: Path, **fields: int) -> tuple[OracleV41, Any]:
     """Return both oracles of a model with the given fields of `TinyV41Spec`."""
     make_tiny_v41(folder, TinyV41Spec(heads=16, **fields))
     return OracleV41(folder), automodel.Automodel(folder)
@@ -35,13 +34,13 @@ def apart(a: Tensor, b: Tensor) -> Tensor:
     return (a.double().log_softmax(-1) - b.double().log_softmax(-1)).abs()
 
 
-def test_formulas_equal_but_for_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formulas_equal_but_for_fp32(automodel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rounded entries, both differ from the formulas in fp64 by the error of fp32 alone.
 
     The indexer selects 64 of up to 200 entries, in one layer from 96 candidates. The bound is four times the error of
     our oracle in fp32, on the same tokens.
     """
-    ours, theirs = both(tmp_path, index_topk=64, candidate_blocks=12)
+    ours, theirs = both(automodel, tmp_path, index_topk=64, candidate_blocks=12)
     for name in ("_bf16", "v41_rows", "v41_entries", "v41_keys", "mxfp4"):
         monkeypatch.setattr(oracle_v41, name, lambda x: x)
     single = ours.logits(PROMPT)
@@ -56,14 +55,16 @@ def test_formulas_equal_but_for_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert apart(found, ours.logits(PROMPT)).max() > bound, "the bound lets wrong pooling weights pass"
 
 
-def test_rounded_entries_move_both_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_entries_move_both_alike(
+    automodel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With rounded entries, the mean distance is below that of our oracle to itself with embeddings changed by the
     error of an fp32 sum. Such an error rounds a few values the other way, and each of them changes later ones.
 
     All entries are selected: one that is rounded the other way may change a selection, which has a larger effect.
     Omitting the roundings to bf16 exceeds the bound.
     """
-    ours, theirs = both(tmp_path)
+    ours, theirs = both(automodel, tmp_path)
     rounded = ours.logits(PROMPT)
     embedding = ours.weights["embed.weight"]
     error = FP32_SUM * torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
@@ -74,7 +75,7 @@ def test_rounded_entries_move_both_alike(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("scale", [1e-4, 0.02, 1.0, 300.0])
-def test_formats_are_equal(scale: float) -> None:
+def test_formats_are_equal(automodel: ModuleType, scale: float) -> None:
     """Keys are compared where the scale is in the range of the key container."""
     x = (torch.randn(2000, 512, generator=torch.Generator().manual_seed(11)) * scale).bfloat16().float()
     x[0] = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -77,12 +78,9 @@ def test_alone_and_all_at_once(server: Server, oracle: OracleV41) -> None:
 
 
 @only("one process, host cache")
-def test_answers_of_automodel(server: Server, model: Path) -> None:
+def test_answers_of_automodel(server: Server, model: Path, automodel: ModuleType) -> None:
     """Answers agree with a model that shares no code with the project."""
-    pytest.importorskip("nemo_automodel", reason="tools/setup.sh installs it with the CPU recipe")
-    from reference.automodel import Automodel
-
-    outside = Automodel(model)
+    outside = automodel.Automodel(model)
     for ids in (prompt(length, seed=50) for length in (3, 129, 500)):
         got = server.generate(ids, GENERATED)
         apart = torch.tensor(got.logprobs) - outside.score(ids, got.tokens).logprobs
