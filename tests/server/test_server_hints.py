@@ -1,7 +1,7 @@
 """`kv_hints` and `POST /dsv4/prefetch` of a real server with a host cache and a folder of files.
 
-Pins may hold half of a device of 32 blocks. The server has one process, and some tests run on two: both must pin,
-evict and forget the same.
+Pins may hold half of a device of 32 blocks. The server has one process, and most tests run again on two, which must
+pin, evict and forget the same, behind two tokenizer workers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-reques
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
-SERVERS = {"one": (), "tp2": ("--tp-size", "2")}
+WORKERS = 2
+SERVERS = {"one": (), "tp2": ("--tp-size", "2", "--tokenizer-worker-num", str(WORKERS))}
 OPTIONS = {**FP32, "max_snapshots": 24, "pin_percent": 50, "integrity_check": True}
 MOST_PINNED = 2048
 PROMPT, HIT = 600, 4 * BLOCK
 
 
 @pytest.fixture(scope="module")
-def server(pages: Path, plugin: Path, server: Server) -> Server:
-    """The server, which starts after its folder and its plugin are there."""
+def server(pages: Path, plugin: Path, server: Server, name: str) -> Server:
+    """The server, which starts after its folder and its plugin are there, once all of its workers answer."""
+    progress = Progress(server.process)
+    while name != "one" and server.log_text().count("Start multi-tokenizer worker process") < WORKERS:
+        progress.check()
+        time.sleep(POLL_SECONDS / 10)
     return server
 
 
@@ -139,7 +144,6 @@ def test_a_pin_ends_with_its_time(server: Server) -> None:
         time.sleep(POLL_SECONDS / 10)
 
 
-@only("one")
 def test_sleep_and_new_weights_drop_pins(server: Server, model: Path) -> None:
     ids = prompt(PROMPT)
     server.generate(ids, 1, kv_hints=pin())
@@ -151,7 +155,6 @@ def test_sleep_and_new_weights_drop_pins(server: Server, model: Path) -> None:
     assert server.published()["pinned_tokens"] == 0 and on_device(server, ids) == 0
 
 
-@only("one")
 def test_openai_routes_carry_hints_in_custom_params(server: Server) -> None:
     body = {"model": "m", "prompt": prompt(PROMPT), "max_tokens": 1, "custom_params": {"kv_hints": pin()}}
     server.post("/v1/completions", body)
@@ -188,7 +191,6 @@ def test_wrong_hints_are_rejected(server: Server, envelope: dict[str, Any], mess
     assert message in json.loads(rejected(server, prompt(5), kv_hints=envelope))["error"]["message"]
 
 
-@only("one")
 def test_several_answers_share_their_hints(server: Server) -> None:
     body = greedy(prompt(PROMPT), 140, kv_hints=pin())
     body["sampling_params"]["n"] = 2
@@ -204,7 +206,6 @@ def prefetch(server: Server, ids: list[int], **fields: Any) -> dict[str, int]:
     return answer
 
 
-@only("one")
 def test_a_prefetch_loads_from_the_host_and_from_files(server: Server, pages: Path) -> None:
     ids, before = prompt(PROMPT, seed=400), set(pages.glob("*.bin"))
     nothing = {"prompt_tokens": PROMPT, "dp_rank": 0, "device_tokens": 0, "loaded_tokens": 0}
@@ -238,7 +239,6 @@ def test_a_prefetch_spares_pins(server: Server) -> None:
     assert [on_device(server, ids) for ids in pinned] == [HIT] * 3
 
 
-@only("one")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
