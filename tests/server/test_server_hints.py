@@ -1,4 +1,4 @@
-"""`kv_hints` and `POST /dsv4/prefetch` of a real server with a host cache and a folder of files.
+"""`kv_hints`, `POST /dsv4/prefetch` and `/flush_cache` of a real server with a host cache and a folder of files.
 
 Pins may hold half of a device of 32 blocks. The server has one process, and most tests run again on two, which must
 pin, evict and forget the same, behind two tokenizer workers.
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.liveness import POLL_SECONDS, Progress
 from support.server import FP32, Server, empty_device, greedy, kv_hints, only, prompt
+from support.server_plugin import broken
 
 from dsv4_sglang.cli.client import Server as Client
 from dsv4_sglang.cli.server import RequestError
@@ -253,3 +254,54 @@ def test_a_wrong_prefetch_gets_one_line(server: Server, body: dict[str, Any], me
         server.post("/dsv4/prefetch", body)
     said = json.loads(error.value.text)["message"]
     assert error.value.code == 400 and message in said and said.startswith("/dsv4/prefetch: ") and "\n" not in said
+
+
+# Flush
+
+
+def flush(server: Server) -> int:
+    """Return the HTTP status of one flush."""
+    try:
+        server.post("/flush_cache")
+    except RequestError as error:
+        return error.code
+    return 200
+
+
+def test_a_flush_waits_for_stored_pages(server: Server, plugin: Path) -> None:
+    """The client of the last answer sees an idle server, whose storage still writes."""
+    ids = prompt(PROMPT, seed=500)
+    with broken(plugin, "a storage writes slowly"):
+        server.generate(ids, 1)
+        assert flush(server) == 200
+    assert on_device(server, ids) == 0
+    assert prefetch(server, ids)["loaded_tokens"] == HIT, "the pages were written"
+
+
+def test_a_flush_is_rejected_while_requests_run(server: Server) -> None:
+    server.generate(ids := prompt(PROMPT, seed=501), 1)
+    rest = server.begin(prompt(20), 600, 2)
+    assert flush(server) == 400 and on_device(server, ids) == HIT
+    assert len(rest().tokens) == 600
+    assert flush(server) == 200 and on_device(server, ids) == 0
+
+
+def test_a_flush_of_paused_requests(server: Server, plugin: Path) -> None:
+    """Requests that were retracted hold nothing, and their prefixes are being stored."""
+    rest = server.begin(prompt(PROMPT, seed=502), 300, 2)
+    with broken(plugin, "a storage writes slowly"):
+        server.post("/pause_generation", {"mode": "retract"})
+        try:
+            assert flush(server) == 200
+        finally:
+            server.post("/continue_generation", {})
+    assert len(rest().tokens) == 300
+
+
+@only("one")
+def test_a_storage_that_hangs_does_not_stop_the_server(server: Server, plugin: Path) -> None:
+    with broken(plugin, "a storage hangs"):
+        server.generate(prompt(PROMPT, seed=503), 1)
+        assert flush(server) == 400
+        server.generate(prompt(20), 2)
+    assert flush(server) == 200

@@ -116,7 +116,7 @@ def reject_pin(original: Callable[..., None], scheduler: Any, recv_req: Any, **n
 
 def _unfinished(scheduler: Any) -> Iterator[tuple[PinKey, int]]:
     """Yield the key and the tokens of each request that will pin its conversation."""
-    for req in [*requests_of(scheduler), *scheduler.grammar_manager.grammar_queue]:
+    for req in requests_of(scheduler):
         if req.kv_hints is not None and not req.finished() and (pin := hints_of(req.kv_hints).pin) and pin.seconds:
             tokens = _tokens(scheduler, len(req.origin_input_ids), req.sampling_params.max_new_tokens)
             yield (req.cache_salt or "", pin.name), tokens
