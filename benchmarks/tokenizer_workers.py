@@ -42,7 +42,7 @@ from benchmarks.servers import Server
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command
 from dsv4_sglang.testing.tiny import make_tiny
 from dsv4_sglang.testing.tiny_config import TinySpec
-from dsv4_sglang.testing.tokenizer import LEADING_SPECIALS
+from dsv4_sglang.testing.tokenizer import CHAT_SPECIALS, LEADING_SPECIALS
 
 VOCABULARY = 129_280
 # Bytes of the text on which the tokenizer is trained. Prompts are cut from text that follows it.
@@ -93,7 +93,7 @@ def train_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[*LEADING_SPECIALS],
+        special_tokens=[*LEADING_SPECIALS, *CHAT_SPECIALS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
