@@ -87,7 +87,7 @@ def receive_times(scheduler: Any) -> None:
     wrap_dispatcher(scheduler, dispatch_or_take)
 
 
-def limit_pins(scheduler: Any, percent: int, tenant_percent: int | None) -> None:
+def limit_pins(scheduler: Any, percent: int, tenant_percent: int) -> None:
     """Set the limits of pins: `percent` of the device's tokens and snapshot slots, and never so much that a request of
     the context length would not fit beside the pins. One tenant may use `tenant_percent` of that."""
     cache = scheduler.tree_cache

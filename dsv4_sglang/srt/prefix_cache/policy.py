@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.eviction_order import TIE, Entry, EvictionOrder
-from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, above_share, order_of
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
@@ -47,13 +47,13 @@ class EvictionPolicy:
     """
 
     def __init__(self, registry: SnapshotRegistry) -> None:
-        self.registry = registry
+        self.registry, tenants = registry, registry.tenants
         # Snapshots whose blocks end in a leaf that the tree may evict, by reuse interval (`at_leaf`).
-        self.leaves = order_of(registry.shares, DEVICE)
+        self.leaves = tenants.order(DEVICE)
         # Snapshots in device slots that may be evicted for their slot, by eviction score.
-        self._for_slots = order_of(registry.shares, DEVICE)
+        self._for_slots = tenants.order(DEVICE)
         # Copies on the host that are no duplicates, by eviction score and by reuse interval.
-        self.host_rows, self.host_blocks = order_of(registry.shares, HOST), order_of(registry.shares, HOST)
+        self.host_rows, self.host_blocks = tenants.order(HOST), tenants.order(HOST)
         # Result of the last search for the snapshots that the device evicts next (`mark_next_evicted`).
         self._next_evicted = np.zeros(registry.size, dtype=bool)
 
@@ -177,7 +177,7 @@ class EvictionPolicy:
         free = here & ((locks == 0) | copying)
         leaving: dict[int, None] = {}
         device = slice(len(here))
-        reuse_interval = self.reuse_interval(device) * above_share(registry.shares, device, DEVICE)
+        reuse_interval = self.reuse_interval(device) * registry.tenants.factor(DEVICE, device)
         if slots > 0:
             score = reuse_interval / np.maximum(self.recompute_cost(device), 1e-9)
             order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)
