@@ -288,8 +288,8 @@ def test_a_flush_is_rejected_while_requests_run(server: Server) -> None:
 
 def test_a_flush_of_paused_requests(server: Server, plugin: Path) -> None:
     """Requests that were retracted hold nothing, and their prefixes are being stored."""
-    rest = server.begin(prompt(PROMPT, seed=502), 300, 2)
     with broken(plugin, "a storage writes slowly"):
+        rest = server.begin(prompt(PROMPT, seed=502), 300, 20)
         server.post("/pause_generation", {"mode": "retract"})
         try:
             assert flush(server) == 200
