@@ -24,6 +24,7 @@ from dsv4_sglang.srt.sglang import targets
 SRT = "sglang.srt."
 _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _PREFILL_GRAPHS = SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
+_BREAKABLE_GRAPHS = SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."
 _DECODE_GRAPHS = SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 # Hooks by reason: target -> function.
 Table = dict[str, dict[str, Callable[..., Any]]]
@@ -63,6 +64,10 @@ ALWAYS: Table = {
     },
     "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly": {
         _PREFILL_GRAPHS + "can_replay_locally": prefill_graphs.fits
+    },
+    "a recorded step costs what its longest context costs, so large prefill steps are recorded for short ones too": {
+        _BREAKABLE_GRAPHS + "capture_one": prefill_graphs.record_forms,
+        _BREAKABLE_GRAPHS + "replay": prefill_graphs.replay_form,
     },
     "short prompts beyond the largest prefill graph wait for the next step; SGLang's would run eagerly": {
         SRT + "managers.schedule_policy.PrefillAdder.add_one_req": prefill_graphs.add_within_graph
