@@ -71,7 +71,7 @@ class Plan:
     least: int = 40
 
 
-DRY = Plan((2,), (1, 2), 200, rounds=1, least=1)
+DRY = Plan((1,), (1, 2), 200, rounds=1, least=1)
 
 
 def texts(least: int) -> Iterator[str]:

@@ -9,7 +9,7 @@
   load is delayed until a step waits for it, which is not a fault: loads on a CPU are synchronous otherwise, so a step
   without the wait would still read correct data. "layer N is not waited for" and "the snapshot is not waited for"
   include this delay. In the last process of a TP group only: "a process saves slowly", "a process is killed in a
-  save", "a process is killed in a load". While "a storage writes slowly" each write takes a second, and while "a storage
+  save", "a process is killed in a load". While "a storage writes slowly" each write takes a second, while "a storage
   hangs" none ends.
 - transfers between servers: "the last block stays behind", "the slot stays behind". With "the end of a prompt is held"
   a prefill server sends all but the last chunk, writes HOLDING to the file and waits until the file is deleted.
