@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -74,6 +75,16 @@ def test_alone_and_all_at_once(server: Server, oracle: OracleV41) -> None:
     for ids, got in (*alone, *zip(prompts, server.generate_all(prompts, GENERATED))):
         assert len(got.tokens) == GENERATED
         assert distances(oracle, ids, got).max() <= TOLERANCE, len(ids)
+
+
+@only("one process, host cache")
+def test_answers_of_automodel(server: Server, model: Path, automodel: ModuleType) -> None:
+    """Answers agree with a model that shares no code with the project."""
+    outside = automodel.Automodel(model)
+    for ids in (prompt(length, seed=50) for length in (3, 129, 500)):
+        got = server.generate(ids, GENERATED)
+        apart = torch.tensor(got.logprobs) - outside.score(ids, got.tokens).logprobs
+        assert apart.abs().max() <= TOLERANCE, len(ids)
 
 
 def test_branches(server: Server, oracle: OracleV41) -> None:

@@ -173,6 +173,10 @@ ALWAYS: Table = {
     "an entry is key and value at once; SGLang would take half of the buffers as keys and the others as values": {
         SRT + "disaggregation.utils.is_mla_backend": disaggregation.is_mla
     },
+    "a draft model has no blocks of its own; SGLang would transfer those of the model twice, and NIXL rejects that": {
+        targets.BUFFERS_TO_SEND: disaggregation.without_draft_pool,
+        targets.BUFFERS_TO_RECEIVE: disaggregation.without_draft_pool,
+    },
     "if the caches differ, only the affected requests must fail, not the decode server": {
         SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info": disaggregation.reject_other_caches
     },
