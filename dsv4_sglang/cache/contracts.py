@@ -133,14 +133,16 @@ class PrefixCacheContract(ABC):
         """
 
     @abstractmethod
-    def wait_for_copies(self, waiting: Iterable[Any]) -> None:
+    def wait_for_copies(self, waiting: Iterable[Any], most_checks: int | None = None) -> None:
         """Wait for running copies, and cancel the loads of queued requests.
 
-        Called before memory is released or weights change (`srt/features/sleep.py`). Afterwards no copy reads or
-        writes device memory until the next step.
+        Called before memory is released or weights change (`srt/features/sleep.py`), and before a flush
+        (`srt/features/flush.py`). Afterwards no copy reads or writes device memory until the next step.
 
         Args:
             waiting: requests in the scheduler's queue.
+            most_checks: checks, a millisecond or more apart, after which it gives up. A count instead of a time, so
+                that all TP ranks give up together. None: never.
         """
 
     @abstractmethod

@@ -39,6 +39,7 @@ from benchmarks import (
     run,
     servers,
     timing,
+    tokenizer_workers,
     traffic,
 )
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
@@ -230,6 +231,17 @@ def test_dry_run(name: str, tmp_path: Path) -> None:
     """Each program that needs no server runs with its smallest sizes, and its text names no failure."""
     assert importlib.import_module(f"benchmarks.{name}").main(arguments(tmp_path, "--quick")) == 0
     assert not result(tmp_path, name)["failures"]
+
+
+@pytest.mark.server
+def test_dry_run_of_tokenizer_workers(tmp_path: Path) -> None:
+    """A real server rejects the requests, and the processes that handle them use CPU time."""
+    assert tokenizer_workers.main(arguments(tmp_path)) == 0
+    made = result(tmp_path, "tokenizer_workers")
+    assert not made["failures"]
+    assert [(row["kind"], row["at_once"]) for row in made["rows"]] == [("ids", 1), ("ids", 2), ("text", 1), ("text", 2)]
+    assert all(0 < row["rejected_ms"]["p50"] <= row["all_ms"]["high"] for row in made["rows"])
+    assert all(row["cpu_ms"].keys() == {"http", "scheduler", "detokenizer"} for row in made["rows"])
 
 
 def test_dry_run_of_full_trees(tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ def test_a_report_does_not_grow_with_a_leak(server: HostCacheServer, monkeypatch
         chunked_req=None,
         waiting_queue=[],
         disaggregation_mode=SimpleNamespace(value="null"),
+        grammar_manager=SimpleNamespace(grammar_queue=[]),
         _pending_chunked_abort_req=running(server),
         is_fully_idle=lambda: True,
         invariant_checker=idle,

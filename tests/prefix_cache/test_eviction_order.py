@@ -22,7 +22,7 @@ from dsv4_sglang.srt.prefix_cache.policy import EVERY
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE as DEVICE_PLACE
-from dsv4_sglang.srt.prefix_cache.tenants import HOST, Room, TenantShares, above_share
+from dsv4_sglang.srt.prefix_cache.tenants import HOST, NO_LIMIT, Room, TenantShares, tenants_of
 
 CAPACITY, ROWS = 24, 8
 DEVICE = range(1, CAPACITY + 1)
@@ -35,8 +35,8 @@ class RandomRegistry:
         self.rng = random.Random(seed)
         # With an odd seed, tenants have shares.
         rooms = Room(200 * BLOCK, CAPACITY), Room(60 * BLOCK, ROWS)
-        shares = TenantShares(20, rooms, CAPACITY + ROWS + 1) if seed % 2 else None
-        self.registry = SnapshotRegistry(CAPACITY, ROWS, shares=shares)
+        tenants = tenants_of(20 if seed % 2 else NO_LIMIT, rooms, CAPACITY + ROWS + 1)
+        self.registry = SnapshotRegistry(CAPACITY, ROWS, tenants=tenants)
         # All hints are trusted, so that each has an effect.
         self.registry.hints.trust.trusts = lambda hint: True  # type: ignore[method-assign]
         self.seconds = 0
@@ -61,10 +61,9 @@ class RandomRegistry:
             above = int(registry.length[previous])
             room = min((int(registry.length[n]) for n in below), default=above + 40 * BLOCK) - above
             if room > BLOCK:
-                shares = registry.shares
-                tenant = rng.choice("abcdef")
-                if shares is not None and previous:
-                    tenant = shares.names[int(shares.of[previous])]
+                tenants, tenant = registry.tenants, rng.choice("abcdef")
+                if isinstance(tenants, TenantShares) and previous:
+                    tenant = tenants.names[int(tenants.of[previous])]
                 registry.add(free, above + rng.randrange(1, room // BLOCK) * BLOCK, previous, below, tenant=tenant)
         elif kind == "use" and held:
             registry.use(held)
@@ -96,7 +95,7 @@ def next_evicted(registry: SnapshotRegistry, marked: list[int], tokens: int, slo
     """Return what `EvictionPolicy.next_evicted` returns, by sorting everything. `marked`: the last result."""
     here = [n for n in range(1, CAPACITY + 1) if registry.in_registry[n]]
     free = [n for n in here if not registry.locks[n] or (n in marked and registry.copies.is_saved(n))]
-    factor = above_share(registry.shares, EVERY, DEVICE_PLACE)
+    factor = registry.tenants.factor(DEVICE_PLACE, EVERY)
     score, interval = registry.policy.eviction_score() * factor, registry.policy.reuse_interval() * factor
     going: dict[int, None] = {}
     for number in sorted(here, key=lambda n: -score[n]) if slots > 0 else ():
@@ -132,7 +131,7 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
         check_shares(registry)
         assert not list(registry.policy.misplaced())
         leaves = list(registry.policy.leaves.entries)
-        interval = registry.policy.reuse_interval() * above_share(registry.shares, EVERY, DEVICE_PLACE)
+        interval = registry.policy.reuse_interval() * registry.tenants.factor(DEVICE_PLACE, EVERY)
         longest = max((float(interval[n]) for n in leaves), default=0.0)
         victim = registry.policy.next_leaf()
         assert float(interval[victim]) == pytest.approx(longest, rel=1e-14) if leaves else victim == 0
@@ -152,7 +151,7 @@ def test_orders_equal_full_scans_after_changes(seed: int) -> None:
 def host_values(registry: SnapshotRegistry, for_rows: bool) -> np.ndarray:
     """Return the value of the host copy of each snapshot. Duplicates of what the device keeps have negative ones."""
     scores = registry.policy.eviction_score() if for_rows else registry.policy.reuse_interval()
-    value = 1 / (scores * above_share(registry.shares, EVERY, HOST))
+    value = 1 / (scores * registry.tenants.factor(HOST, EVERY))
     return np.where(registry.policy.duplicates(), -value, value)
 
 

@@ -14,6 +14,7 @@ from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, LEAST_JUDGED, Hint, HintTrust
 from dsv4_sglang.srt.prefix_cache.hints import hints_of
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE
 
 
 @pytest.fixture
@@ -307,15 +308,14 @@ def test_the_audit_reports_tenants_that_are_counted_wrong(monkeypatch: pytest.Mo
     without_a_server(monkeypatch)
     server = TreeServer(blocks=50, snapshots=24, tenant_percent=40)
     serve(server, 0)
-    shares = server.component.slots.registry.shares
-    assert shares is not None
-    shares.count(0, 0, BLOCK, 0)
+    registry = server.component.slots.registry
+    registry.tenants.count(DEVICE, next(iter(server.component.slots.nodes)), BLOCK, 0)
     assert "tenants on the device: counted as" in str(audit(server.cache, []))
 
 
 def test_without_the_option_tenants_are_not_counted(server: TreeServer) -> None:
     serve(server, 0)
-    assert server.component.slots.registry.shares is None and not server.component.metrics.tenant_tokens()
+    assert not server.component.slots.registry.tenants.limited and not server.component.metrics.tenant_tokens()
 
 
 def test_pins_of_one_tenant_are_limited_to_its_share(server: TreeServer) -> None:

@@ -15,6 +15,7 @@ from benchmarks.prefix_simulation import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.notes import BatchNote, RequestNote
+from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +370,7 @@ def test_idle_checks_of_the_tree_are_cheap(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
-    hits, tenants = 0, (None,) if server.component.slots.tenant_percent is None else (None, "a", "b", "c")
+    hits, tenants = 0, (None,) if server.component.slots.tenant_percent == NO_LIMIT else (None, "a", "b", "c")
     for _ in range(steps):
         kind = rng.random()
         some = rng.choice(server.running) if server.running else None
@@ -433,7 +434,7 @@ def test_random_steps_lose_no_block_or_slot() -> None:
             snapshots=rng.randint(1, 12),
             interval=rng.randint(1, 5),
             chunk=rng.randint(1, 6),
-            tenant_percent=rng.choice((None, None, 10, 40)),
+            tenant_percent=rng.choice((NO_LIMIT, NO_LIMIT, 10, 40)),
         )
         server.limit_pins()
         hits += random_steps(server, rng, 300)

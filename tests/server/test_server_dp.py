@@ -24,6 +24,7 @@ from support.server import (
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
+from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.cli.top import scaled
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
@@ -84,6 +85,20 @@ def test_a_lookup_asks_both_ranks(server: Server) -> None:
         answer = server.post("/dsv4/lookup", {"input_ids": ids})
         found = [(at["dp_rank"], at["hit_tokens"], at["device_tokens"]) for at in answer["ranks"]]
         assert found == [(at, *(2 * [256 if at >= rank else 0])) for at in RANKS]
+
+
+def test_a_flush_needs_all_ranks(server: Server) -> None:
+    """A flush is an error while one of the ranks has a request, also if the others are flushed."""
+    ids = prompt(300, seed=11)
+    server.flush()
+    server.generate(ids, 1, **on_rank(1))
+    rest = server.begin(prompt(20), 300, 2, **on_rank(1))
+    with pytest.raises(RequestError) as error:
+        server.post("/flush_cache")
+    assert error.value.code == 400 and len(rest().tokens) == 300
+    assert server.generate(ids, 1, **on_rank(1)).cached == 256
+    server.post("/flush_cache")
+    assert server.generate(ids, 1, **on_rank(1)).cached == 0
 
 
 def test_top_shows_each_rank_and_the_sum(server: Server) -> None:

@@ -1,7 +1,7 @@
-"""`kv_hints` and `POST /dsv4/prefetch` of a real server with a host cache and a folder of files.
+"""`kv_hints`, `POST /dsv4/prefetch` and `/flush_cache` of a real server with a host cache and a folder of files.
 
-Pins may hold half of a device of 32 blocks. The server has one process, and some tests run on two: both must pin,
-evict and forget the same.
+Pins may hold half of a device of 32 blocks. The server has one process, and most tests run again on two, which must
+pin, evict and forget the same, behind two tokenizer workers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.liveness import POLL_SECONDS, Progress
 from support.server import FP32, Server, empty_device, greedy, kv_hints, only, prompt
+from support.server_plugin import broken
 
 from dsv4_sglang.cli.client import Server as Client
 from dsv4_sglang.cli.server import RequestError
@@ -26,15 +27,20 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-reques
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
-SERVERS = {"one": (), "tp2": ("--tp-size", "2")}
+WORKERS = 2
+SERVERS = {"one": (), "tp2": ("--tp-size", "2", "--tokenizer-worker-num", str(WORKERS))}
 OPTIONS = {**FP32, "max_snapshots": 24, "pin_percent": 50, "integrity_check": True}
 MOST_PINNED = 2048
 PROMPT, HIT = 600, 4 * BLOCK
 
 
 @pytest.fixture(scope="module")
-def server(pages: Path, plugin: Path, server: Server) -> Server:
-    """The server, which starts after its folder and its plugin are there."""
+def server(pages: Path, plugin: Path, server: Server, name: str) -> Server:
+    """The server, which starts after its folder and its plugin are there, once all of its workers answer."""
+    progress = Progress(server.process)
+    while name != "one" and server.log_text().count("Start multi-tokenizer worker process") < WORKERS:
+        progress.check()
+        time.sleep(POLL_SECONDS / 10)
     return server
 
 
@@ -139,7 +145,6 @@ def test_a_pin_ends_with_its_time(server: Server) -> None:
         time.sleep(POLL_SECONDS / 10)
 
 
-@only("one")
 def test_sleep_and_new_weights_drop_pins(server: Server, model: Path) -> None:
     ids = prompt(PROMPT)
     server.generate(ids, 1, kv_hints=pin())
@@ -151,7 +156,6 @@ def test_sleep_and_new_weights_drop_pins(server: Server, model: Path) -> None:
     assert server.published()["pinned_tokens"] == 0 and on_device(server, ids) == 0
 
 
-@only("one")
 def test_openai_routes_carry_hints_in_custom_params(server: Server) -> None:
     body = {"model": "m", "prompt": prompt(PROMPT), "max_tokens": 1, "custom_params": {"kv_hints": pin()}}
     server.post("/v1/completions", body)
@@ -188,7 +192,6 @@ def test_wrong_hints_are_rejected(server: Server, envelope: dict[str, Any], mess
     assert message in json.loads(rejected(server, prompt(5), kv_hints=envelope))["error"]["message"]
 
 
-@only("one")
 def test_several_answers_share_their_hints(server: Server) -> None:
     body = greedy(prompt(PROMPT), 140, kv_hints=pin())
     body["sampling_params"]["n"] = 2
@@ -204,7 +207,6 @@ def prefetch(server: Server, ids: list[int], **fields: Any) -> dict[str, int]:
     return answer
 
 
-@only("one")
 def test_a_prefetch_loads_from_the_host_and_from_files(server: Server, pages: Path) -> None:
     ids, before = prompt(PROMPT, seed=400), set(pages.glob("*.bin"))
     nothing = {"prompt_tokens": PROMPT, "dp_rank": 0, "device_tokens": 0, "loaded_tokens": 0}
@@ -238,7 +240,6 @@ def test_a_prefetch_spares_pins(server: Server) -> None:
     assert [on_device(server, ids) for ids in pinned] == [HIT] * 3
 
 
-@only("one")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -253,3 +254,54 @@ def test_a_wrong_prefetch_gets_one_line(server: Server, body: dict[str, Any], me
         server.post("/dsv4/prefetch", body)
     said = json.loads(error.value.text)["message"]
     assert error.value.code == 400 and message in said and said.startswith("/dsv4/prefetch: ") and "\n" not in said
+
+
+# Flush
+
+
+def flush(server: Server) -> int:
+    """Return the HTTP status of one flush."""
+    try:
+        server.post("/flush_cache")
+    except RequestError as error:
+        return error.code
+    return 200
+
+
+def test_a_flush_waits_for_stored_pages(server: Server, plugin: Path) -> None:
+    """The client of the last answer sees an idle server, whose storage still writes."""
+    ids = prompt(PROMPT, seed=500)
+    with broken(plugin, "a storage writes slowly"):
+        server.generate(ids, 1)
+        assert flush(server) == 200
+    assert on_device(server, ids) == 0
+    assert prefetch(server, ids)["loaded_tokens"] == HIT, "the pages were written"
+
+
+def test_a_flush_is_rejected_while_requests_run(server: Server) -> None:
+    server.generate(ids := prompt(PROMPT, seed=501), 1)
+    rest = server.begin(prompt(20), 600, 2)
+    assert flush(server) == 400 and on_device(server, ids) == HIT
+    assert len(rest().tokens) == 600
+    assert flush(server) == 200 and on_device(server, ids) == 0
+
+
+def test_a_flush_of_paused_requests(server: Server, plugin: Path) -> None:
+    """Requests that were retracted hold nothing, and their prefixes are being stored."""
+    with broken(plugin, "a storage writes slowly"):
+        rest = server.begin(prompt(PROMPT, seed=502), 300, 20)
+        server.post("/pause_generation", {"mode": "retract"})
+        try:
+            assert flush(server) == 200
+        finally:
+            server.post("/continue_generation", {})
+    assert len(rest().tokens) == 300
+
+
+@only("one")
+def test_a_storage_that_hangs_does_not_stop_the_server(server: Server, plugin: Path) -> None:
+    with broken(plugin, "a storage hangs"):
+        server.generate(prompt(PROMPT, seed=503), 1)
+        assert flush(server) == 400
+        server.generate(prompt(20), 2)
+    assert flush(server) == 200

@@ -10,14 +10,14 @@ import pytest
 from dsv4_sglang.srt.prefix_cache.policy import EVERY
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
-from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, PLACES, above_share
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, PLACES, TenantShares
 
 
 def priority(slots: SnapshotSlots, leaf: Any) -> tuple[float, float]:
     """Return the priority of a leaf, smallest first: leaves without a snapshot by their last access, then the others by
     reuse interval."""
     number, registry = slots.id_of(leaf), slots.registry
-    scores = registry.policy.reuse_interval() * above_share(registry.shares, EVERY, DEVICE)
+    scores = registry.policy.reuse_interval() * registry.tenants.factor(DEVICE, EVERY)
     return (-float(scores[number]), 0.0) if number else (-float("inf"), leaf.last_access_time)
 
 
@@ -32,7 +32,7 @@ def check_next_leaf(slots: SnapshotSlots, leaves: Any) -> None:
 def check_next_slot(registry: SnapshotRegistry) -> None:
     """Assert that the next snapshot to evict for its slot is the one that a scan of the columns finds."""
     evictable = (registry.in_registry & (registry.locks == 0))[: registry.capacity + 1]
-    scores = registry.policy.eviction_score() * above_share(registry.shares, EVERY, DEVICE)
+    scores = registry.policy.eviction_score() * registry.tenants.factor(DEVICE, EVERY)
     score = np.where(evictable, scores[: len(evictable)], 0.0)
     assert (
         registry.followers.tolist()
@@ -41,6 +41,13 @@ def check_next_slot(registry: SnapshotRegistry) -> None:
     victim = registry.policy.lowest_value(needed=True, saves=0)
     assert bool(victim) == evictable.any()
     assert score[victim] == pytest.approx(score.max(), rel=1e-14)
+    # Of equal ones, the smallest number.
+    policy, mean = registry.policy, registry.reuse.mean_interval
+    ranked = [
+        (-policy.entry(n, for_rows=True).score(registry.now, mean) * registry.tenants.factor(DEVICE, n), n)
+        for n in np.flatnonzero(evictable).tolist()
+    ]
+    assert victim == min(ranked, default=(0.0, 0))[1]
 
 
 def check_sizes(registry: SnapshotRegistry) -> None:
@@ -55,8 +62,8 @@ def check_sizes(registry: SnapshotRegistry) -> None:
 
 def check_shares(registry: SnapshotRegistry) -> None:
     """Assert that the counts of tenants, and those above their share, are those of a full scan."""
-    shares = registry.shares
-    if shares is None:
+    shares = registry.tenants
+    if not isinstance(shares, TenantShares):
         return
     for place in PLACES:
         held: dict[int, tuple[int, int]] = {}
@@ -69,4 +76,5 @@ def check_shares(registry: SnapshotRegistry) -> None:
         room = shares._rooms[place]
         above = {of for of, now in held.items() if any(100 * n > shares.percent * m for n, m in zip(now, room))}
         assert above == shares.above[place]
+        assert set(np.flatnonzero(shares._factors[place] != 1.0).tolist()) == above
     assert shares.names.keys() == shares.held[DEVICE].keys() | shares.held[HOST].keys()

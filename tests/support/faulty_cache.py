@@ -9,7 +9,8 @@
   load is delayed until a step waits for it, which is not a fault: loads on a CPU are synchronous otherwise, so a step
   without the wait would still read correct data. "layer N is not waited for" and "the snapshot is not waited for"
   include this delay. In the last process of a TP group only: "a process saves slowly", "a process is killed in a
-  save", "a process is killed in a load".
+  save", "a process is killed in a load". While "a storage writes slowly" each write takes a second, while "a storage
+  hangs" none ends.
 - transfers between servers: "the last block stays behind", "the slot stays behind". With "the end of a prompt is held"
   a prefill server sends all but the last chunk, writes HOLDING to the file and waits until the file is deleted.
 - DeepSeek-V4.1: "snapshots with empty rings", "candidates of nobody"
@@ -194,6 +195,14 @@ def _load_snapshot(original: Callable[..., None], pool: Any, snapshot: int, row:
     _load(partial(original, pool, snapshot, (row + 1) % pool.num_snapshots if others else row))
 
 
+def _store_page(original: Callable[..., None], controller: Any, operation: Any) -> None:
+    if fault() == "a storage writes slowly":
+        time.sleep(1)
+    while fault() == "a storage hangs":
+        time.sleep(0.01)
+    original(controller, operation)
+
+
 def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = None) -> Any:
     """Replace blocks or slots that must not be sent by SGLang's dummy 0."""
     if states is not None:  # the last chunk
@@ -220,6 +229,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "dsv4_sglang.cache.host_rows.HostBlockPool.save": _save_blocks,
     "dsv4_sglang.cache.host_rows.HostBlockPool.load": _load_blocks,
     "dsv4_sglang.cache.host_rows.HostSnapshotPool.load": _load_snapshot,
+    "dsv4_sglang.srt.host_cache.transfers.TransferController._page_backup": _store_page,
     "dsv4_sglang.srt.memory.pools.CacheKVPool.wait_for_layer": _wait_for_layer,
     "sglang.srt.managers.cache_controller.LayerLoadingEvent.complete": _layer_loads,
     "sglang.srt.managers.cache_controller.LayerLoadingEvent.wait": _layer_is_waited_for,

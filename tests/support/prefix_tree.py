@@ -39,6 +39,7 @@ from dsv4_sglang.srt.prefix_cache.hints import hints_of
 from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
 from support.eviction_scan import check_next_leaf, check_next_slot, check_shares, check_sizes
 from support.kv_mirror import Mirror
 
@@ -317,7 +318,7 @@ class TreeServer(BlockOwner):
         interval: int = 3,
         chunk: int = 4,
         requests: int = 8,
-        tenant_percent: int | None = None,
+        tenant_percent: int = NO_LIMIT,
     ) -> None:
         self.pool = Pool(requests, snapshots)
         self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", None, False)

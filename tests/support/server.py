@@ -208,7 +208,7 @@ class Server(Endpoint):
         return self.metrics()
 
     def flush(self) -> None:
-        """Empty the prefix cache. SGLang rejects this while the last step is being retired."""
+        """Empty the prefix cache. The server rejects this while requests run, such as those of clients that left."""
         progress, pause = Progress(self.process), 0.05
         while True:
             try:

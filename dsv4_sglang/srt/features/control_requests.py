@@ -21,6 +21,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.communicator import FanOutCommunicator
 
 from dsv4_sglang.srt.features import weight_groups
+from dsv4_sglang.srt.features.flush import failures_first
 from dsv4_sglang.srt.features.integrity.report import requests_of
 from dsv4_sglang.srt.sglang.scheduler import add_result_handler, wrap_dispatcher
 
@@ -132,9 +133,8 @@ def abort_one(original: Callable[..., None], scheduler: Any, recv_req: Any) -> N
     """AROUND `Scheduler.abort_request`: hide the other requests whose ids begin with the id of the aborted one."""
     others = []
     if not recv_req.abort_all:
-        known = [*requests_of(scheduler), *scheduler.grammar_manager.grammar_queue]
-        same = {id(req): req for req in known if req.rid.startswith(recv_req.rid) and req.rid != recv_req.rid}
-        others = [(req, req.rid) for req in same.values()]
+        same = [req for req in requests_of(scheduler) if req.rid.startswith(recv_req.rid) and req.rid != recv_req.rid]
+        others = [(req, req.rid) for req in same]
     for req, rid in others:
         req.rid = f"\0{rid}"
     try:
@@ -176,7 +176,7 @@ async def raise_errors(original: Callable[..., Any], communicator: FanOutCommuni
             if errors != [weight_groups.WAITING]:
                 raise ControlRequestError("; ".join(errors))
             await asyncio.sleep(POLL_SECONDS)
-    return answers
+    return failures_first(answers)
 
 
 def _errors(answers: list[Any]) -> list[str]:

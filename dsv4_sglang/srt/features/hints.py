@@ -87,7 +87,7 @@ def receive_times(scheduler: Any) -> None:
     wrap_dispatcher(scheduler, dispatch_or_take)
 
 
-def limit_pins(scheduler: Any, percent: int, tenant_percent: int | None) -> None:
+def limit_pins(scheduler: Any, percent: int, tenant_percent: int) -> None:
     """Set the limits of pins: `percent` of the device's tokens and snapshot slots, and never so much that a request of
     the context length would not fit beside the pins. One tenant may use `tenant_percent` of that."""
     cache = scheduler.tree_cache
@@ -116,7 +116,7 @@ def reject_pin(original: Callable[..., None], scheduler: Any, recv_req: Any, **n
 
 def _unfinished(scheduler: Any) -> Iterator[tuple[PinKey, int]]:
     """Yield the key and the tokens of each request that will pin its conversation."""
-    for req in [*requests_of(scheduler), *scheduler.grammar_manager.grammar_queue]:
+    for req in requests_of(scheduler):
         if req.kv_hints is not None and not req.finished() and (pin := hints_of(req.kv_hints).pin) and pin.seconds:
             tokens = _tokens(scheduler, len(req.origin_input_ids), req.sampling_params.max_new_tokens)
             yield (req.cache_salt or "", pin.name), tokens

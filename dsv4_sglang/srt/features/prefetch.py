@@ -16,7 +16,8 @@ from dsv4_sglang.srt.features.lookup import Prompt, find_on_ranks, ids_of
 class Prefetch(Prompt):
     """Body of a request: a prompt, and the rank of DP attention that gets the next request with it.
 
-    Without a rank, that is the one which has most of the prompt.
+    Without a rank, that is the one which has most of the prompt; of equal ones, the one that has most on the device,
+    then the one that has most in host memory. All ranks share the storage.
     """
 
     routed_dp_rank: int | None = None
@@ -31,7 +32,7 @@ async def prefetch(manager: Any, given: Prefetch, request: Any) -> dict[str, Any
     ids = await ids_of(manager, given)
     ranks = {rank["dp_rank"]: rank for rank in await find_on_ranks(manager, ids, given, files=True)}
     if given.routed_dp_rank is None:
-        chosen = max(ranks.values(), key=lambda rank: rank["hit_tokens"])
+        chosen = max(ranks.values(), key=lambda rank: [rank[f"{of}_tokens"] for of in ("hit", "device", "host")])
     elif given.routed_dp_rank in ranks:
         chosen = ranks[given.routed_dp_rank]
     else:

@@ -19,6 +19,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.platforms import current_platform
 
 from dsv4_sglang.srt.features.control_requests import FatalError
+from dsv4_sglang.srt.features.flush import wait_for_copies
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.sglang.scheduler import is_paused, set_paused
 
@@ -73,7 +74,7 @@ def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 def _release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     """Release the memory with the tags of a request. The scheduler is paused."""
     scheduler = updater.scheduler
-    _wait_for_copies(scheduler)
+    wait_for_copies(scheduler)
     keeping: AbstractContextManager[None] = nullcontext()
     if GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags:
         for runner in _runners(updater):
@@ -146,7 +147,7 @@ def _invalidated_cache(updater: Any, empty_cache: bool) -> Iterator[None]:
     """
     scheduler = updater.scheduler
     set_paused(scheduler, _retract(scheduler))
-    _wait_for_copies(scheduler)
+    wait_for_copies(scheduler)
     with _hidden_queue(scheduler):
         if not scheduler.is_fully_idle():
             raise ValueError(
@@ -176,12 +177,6 @@ def _retract(scheduler: Any) -> bool:
     if scheduler.disaggregation_mode is DisaggregationMode.NULL:
         scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
     return paused
-
-
-def _wait_for_copies(scheduler: Any) -> None:
-    """Wait for running copies of the host cache."""
-    if isinstance(scheduler.tree_cache, PrefixCache):
-        scheduler.tree_cache.wait_for_copies(scheduler.waiting_queue)
 
 
 @contextmanager

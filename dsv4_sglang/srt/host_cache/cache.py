@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -86,10 +87,13 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
         if self.enable_storage:
             self.cache_controller.storage_backend.use_name(name)
 
-    def wait_for_copies(self, waiting: Iterable[Req]) -> None:
+    def wait_for_copies(self, waiting: Iterable[Req], most_checks: int | None = None) -> None:
         for req in waiting:
             self.release_aborted_request(req.cache_request_handle)
-        while self.ongoing_write_through or self.ongoing_load_back or self.ongoing_backup:
+        checks = itertools.count() if most_checks is None else range(most_checks)
+        for _ in checks:
+            if not (self.ongoing_write_through or self.ongoing_load_back or self.ongoing_backup):
+                break
             self.check_hicache_events()
             time.sleep(0.001)  # SGLang writes to the storage in a thread
 

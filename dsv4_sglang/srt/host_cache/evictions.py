@@ -11,7 +11,7 @@ import numpy as np
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.srt.prefix_cache import metrics
-from dsv4_sglang.srt.prefix_cache.tenants import ABOVE_SHARE, HOST, above_share
+from dsv4_sglang.srt.prefix_cache.tenants import HOST
 from dsv4_sglang.srt.sglang.tree import evict_from_host
 
 if TYPE_CHECKING:
@@ -50,15 +50,15 @@ class HostEvictionOrder:
         self._duplicates = policy.duplicates()
         ids = np.flatnonzero(self._duplicates)
         scores = policy.eviction_score(ids) if for_rows else policy.reuse_interval(ids)
-        self._first = _ascending(-1 / (scores * above_share(policy.registry.shares, ids, HOST)), ids)
+        self._first = _ascending(-1 / (scores * policy.registry.tenants.factor(HOST, ids)), ids)
         self._now, self._mean_interval = policy.registry.now, policy.registry.reuse.mean_interval
         self._below = 1 / self._score(below) if below else float("inf")
         self._inserted: list[tuple[float, int]] = []
 
     def _score(self, number: int) -> float:
-        shares, entry = self._policy.registry.shares, self._policy.entry(number, for_rows=self._for_rows)
-        first = shares is not None and int(shares.of[number]) in shares.above[HOST]
-        return entry.score(self._now, self._mean_interval) * (ABOVE_SHARE if first else 1.0)
+        entry = self._policy.entry(number, for_rows=self._for_rows)
+        factor = float(self._policy.registry.tenants.factor(HOST, number))
+        return entry.score(self._now, self._mean_interval) * factor
 
     def _value(self, number: int) -> float:
         """Return the value of a host copy, smallest first. Duplicates have negative values."""

@@ -33,7 +33,7 @@ class Options:
     snapshot_interval: int = 4096
     max_snapshots: int | None = None
     pin_percent: int = 25
-    tenant_percent: int | None = None
+    tenant_percent: int = 100
     host_snapshots: int | None = None
     host_load_timeout_seconds: int = 60
     integrity_check: bool = False
@@ -48,8 +48,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise LaunchError(f"dsv4_sglang option {name} is {value}; expected {least} or more")
-        if self.tenant_percent is not None and not 1 <= self.tenant_percent <= 100:
-            raise LaunchError(f"dsv4_sglang option tenant_percent is {self.tenant_percent}; expected 1 to 100, or null")
+        if not 1 <= self.tenant_percent <= 100:
+            raise LaunchError(f"dsv4_sglang option tenant_percent is {self.tenant_percent}; expected 1 to 100")
         if not 0 <= self.pin_percent <= MOST_PINNED:
             raise LaunchError(f"dsv4_sglang option pin_percent is {self.pin_percent}; expected 0 to {MOST_PINNED}")
 

@@ -12,9 +12,10 @@ from dsv4_sglang.srt.prefix_cache.block_component import BlockComponent
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
+from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
 
 
-def build_prefix_cache(ctx: Any, interval: int, tenant_percent: int | None = None) -> Any:
+def build_prefix_cache(ctx: Any, interval: int, tenant_percent: int = NO_LIMIT) -> Any:
     """Build the prefix cache of a server; factory for `register_radix_cache_backend`.
 
     Args:

@@ -229,8 +229,9 @@ class ServerContext:
         return self.pool
 
     def started(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """Check the classes of a scheduler before it reports ready, let it answer lookups and take hints, and start the
-        watchdog of loads."""
+        """Check the classes of a scheduler before it reports ready, let it answer lookups, take hints and flush, and
+        start the watchdog of loads."""
+        from dsv4_sglang.srt.features.flush import settle_before_flushes
         from dsv4_sglang.srt.features.hints import limit_pins, receive_times
         from dsv4_sglang.srt.features.lookup import answer_lookups
         from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
@@ -238,6 +239,7 @@ class ServerContext:
         check_started(scheduler)
         answer_lookups(scheduler)
         receive_times(scheduler)
+        settle_before_flushes(scheduler)
         limit_pins(scheduler, self.options.pin_percent, self.options.tenant_percent)
         if isinstance(scheduler.tree_cache, HostPrefixCache):
             scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)

@@ -90,7 +90,7 @@ class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
         slots.forget()
         self.tree_core.evictable_device_leaves = EvictableLeaves(slots)
 
-    def wait_for_copies(self, waiting: Iterable[Req]) -> None:
+    def wait_for_copies(self, waiting: Iterable[Req], most_checks: int | None = None) -> None:
         """Do nothing: there are no copies."""
 
     def keep_host_cache(self) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.request_snapshots import SnapshotPlanner
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
 from dsv4_sglang.srt.prefix_cache.tree_paths import ghost_hash, snapshot_above, snapshots_below
 from dsv4_sglang.srt.sglang.tree import evict_from_device
 
@@ -50,7 +51,7 @@ class SnapshotComponent(MambaComponent):
             rank=self.rank,
             silent=self.silent,
             host=self.on_host,
-            tenants=self.slots.tenant_percent is not None,
+            tenants=self.slots.tenant_percent < NO_LIMIT,
         )
 
     # Requests

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 # Relative weight of `last` that breaks ties: of snapshots with equal reuse intervals, the youngest is evicted first. A
 # loop over more than the pool holds then still hits a part.
@@ -90,6 +92,39 @@ class Entry(NamedTuple):
         return reuse_interval / self.cost
 
 
+class Heads:
+    """The oldest snapshot of each cost. Each eviction compares all of them, so they are columns."""
+
+    def __init__(self) -> None:
+        # By row: `last`, 1 + TIE * last, cost and number, float64. The first len(self) columns are used.
+        self._columns = np.empty((4, 16))
+        self._costs: list[float] = []
+        self._index: dict[float, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def columns(self) -> np.ndarray:
+        """Return the heads, float64 [4, len(self)]."""
+        return self._columns[:, : len(self)]
+
+    def put(self, cost: float, last: float, number: int) -> None:
+        """Note the head of a cost, or replace it."""
+        if (at := self._index.get(cost)) is None:
+            at = self._index[cost] = len(self._costs)
+            self._costs.append(cost)
+            if at == self._columns.shape[1]:
+                self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
+        self._columns[:, at] = last, 1 + TIE * last, cost, number
+
+    def drop(self, cost: float) -> None:
+        """Remove the head of a cost. The last one takes its place."""
+        at, last = self._index.pop(cost), self._costs.pop()
+        if last != cost:
+            self._costs[at], self._index[last] = last, at
+            self._columns[:, at] = self._columns[:, len(self._costs)]
+
+
 class EvictionOrder:
     """Snapshots, of which `first` returns the one with the highest eviction score.
 
@@ -101,7 +136,7 @@ class EvictionOrder:
       not change either;
     - the age / cost. Of snapshots with equal costs, the oldest has the highest. Costs are multiples of 128 tokens,
       times one of a few weights, so the number of different ones is bounded by the context length, not by the number
-      of snapshots.
+      of snapshots. There may be thousands, which `Heads` compares at once.
     """
 
     def __init__(self) -> None:
@@ -109,8 +144,7 @@ class EvictionOrder:
         self._known, self._unknown = Ranking(), Ranking()
         # Cost -> snapshots of this cost by age.
         self._oldest: dict[float, Ranking] = {}
-        # Cost -> (`last`, number) of the oldest of them, because each eviction reads all of these.
-        self._heads: dict[float, tuple[float, int]] = {}
+        self._heads = Heads()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -146,16 +180,23 @@ class EvictionOrder:
 
     def _note_head(self, cost: float) -> None:
         if (head := self._oldest[cost].first()) is None:
-            del self._oldest[cost], self._heads[cost]
+            del self._oldest[cost]
+            self._heads.drop(cost)
         else:
-            self._heads[cost] = head
+            self._heads.put(cost, *head)
 
     def first(self, now: int, mean_interval: float) -> tuple[int, float]:
         """Return the snapshot with the highest eviction score (of equal ones, the smallest number) and the score.
         Return (0, 0.0) without snapshots."""
-        tops = [self._known.first(), self._unknown.first(), self._longest_waiting(now)]
+        return self._first_of([self], now, mean_interval)
+
+    def _first_of(self, orders: Sequence[EvictionOrder], now: int, mean_interval: float) -> tuple[int, float]:
+        """Return `first` of all snapshots in the given orders, which are in this one too."""
+        tops = {_longest_waiting([order._heads for order in orders], now)}
+        for rankings in ([order._known for order in orders], [order._unknown for order in orders]):
+            tops.add(min((top for ranking in rankings if (top := ranking.first())), default=(0.0, 0))[1])
         best = 0, 0.0
-        for number in {top[1] for top in tops if top is not None}:
+        for number in tops - {0}:
             score = self.entries[number].score(now, mean_interval)
             if score > best[1] or (score == best[1] and number < best[0]):
                 best = number, score
@@ -180,11 +221,12 @@ class EvictionOrder:
                 seen.add(number)
                 yield self.entries[number].score(now, mean_interval), number
 
-    def _longest_waiting(self, now: int) -> tuple[float, int] | None:
-        """Return the snapshot with the highest age / cost, as (-age / cost, number)."""
-        highest = None
-        for cost, (last, number) in self._heads.items():
-            waiting = -(now - last) * (1 + TIE * last) / cost
-            if highest is None or waiting < highest[0] or (waiting == highest[0] and number < highest[1]):
-                highest = waiting, number
-        return highest
+
+def _longest_waiting(heads: Sequence[Heads], now: int) -> int:
+    """Return the snapshot with the highest age / cost (of equal ones, the smallest number), or 0 without heads."""
+    columns = [of.columns() for of in heads]
+    last, tie, cost, numbers = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+    if not len(numbers):
+        return 0
+    waiting = (now - last) * tie / cost
+    return int(numbers[waiting == waiting.max()].min())

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
     from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
-    from dsv4_sglang.srt.prefix_cache.tenants import TenantShares
 
 log = logging.getLogger(__name__)
 
@@ -322,22 +321,19 @@ class CacheMetrics:
             blocks, snapshots = self._pools
             states |= {"host_tokens": blocks.used_rows * blocks.page_size, "host_capacity_tokens": blocks.size}
             states |= {"host_snapshots": snapshots.used_rows, "host_snapshot_capacity": snapshots.page_num}
-        if (shares := self._shares) is not None:
+        if self._tenants:
+            tenants = self._slots.registry.tenants
             states |= {
-                "tenants": len(shares.held[ON_DEVICE]),
-                "tenants_above_share": len(shares.above[ON_DEVICE]),
+                "tenants": len(tenants.held[ON_DEVICE]),
+                "tenants_above_share": len(tenants.above[ON_DEVICE]),
             }
         return states
 
-    @property
-    def _shares(self) -> TenantShares | None:
-        return self._slots.registry.shares if self._tenants else None
-
     def tenant_tokens(self) -> dict[str, int]:
         """Return the tokens on the device of the largest tenants by rank, and of the others. Empty without shares."""
-        if (shares := self._shares) is None:
+        if not self._tenants:
             return {}
-        first, others = shares.largest(ON_DEVICE, len(TENANT_RANKS))
+        first, others = self._slots.registry.tenants.largest(ON_DEVICE, len(TENANT_RANKS))
         ranks = dict.fromkeys(TENANT_RANKS, 0) | dict(zip(TENANT_RANKS, first))
         return {**ranks, OTHER_TENANTS: others}
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
 from dsv4_sglang.srt.prefix_cache.tree_paths import path_to_root
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Pins:
         self._pins: dict[PinKey, Pin] = {}
         # Limits of the charged tokens and of the pins. Each pin holds a snapshot slot.
         self.most_tokens = self.most_pins = 0
-        # Largest share of one tenant in `most_tokens`, in percent. None: all of it.
-        self.tenant_percent: int | None = None
+        # Largest share of one tenant in `most_tokens`, in percent.
+        self.tenant_percent = NO_LIMIT
 
     def __iter__(self) -> Iterator[tuple[PinKey, Pin]]:
         return iter(self._pins.items())
@@ -72,14 +73,6 @@ class Pins:
         self._check_limits(key, tokens, charged)
 
     def _check_limits(self, key: PinKey, tokens: int, others: Mapping[PinKey, int]) -> None:
-        own = sum(amount for (tenant, _), amount in others.items() if tenant == key[0])
-        if self.tenant_percent is not None and 100 * (own + tokens) > self.tenant_percent * self.most_tokens:
-            raise ValueError(
-                f"kv_hints: the pin {key[1]!r} asks for {tokens} tokens, the prompt and max_new_tokens. Pins of one "
-                f"tenant may hold {self.most_tokens * self.tenant_percent // 100} tokens of this cache (option "
-                f"tenant_percent), of which {own} are used. Ask for fewer, release a pin (seconds 0), or wait until "
-                f"one ends"
-            )
         used = sum(others.values())
         if used + tokens > self.most_tokens:
             raise ValueError(
@@ -92,6 +85,14 @@ class Pins:
                 f"kv_hints: the pin {key[1]!r} asks for a snapshot slot. Pins may hold {self.most_pins} slots of this "
                 f"cache (option pin_percent), of which {len(others)} are used. Release a pin (seconds 0), or wait "
                 f"until one ends"
+            )
+        own = sum(amount for (tenant, _), amount in others.items() if tenant == key[0])
+        if 100 * (own + tokens) > self.tenant_percent * self.most_tokens:
+            raise ValueError(
+                f"kv_hints: the pin {key[1]!r} asks for {tokens} tokens, the prompt and max_new_tokens. Pins of one "
+                f"tenant may hold {self.most_tokens * self.tenant_percent // 100} tokens of this cache (option "
+                f"tenant_percent), of which {own} are used. Ask for fewer, release a pin (seconds 0), or wait until "
+                f"one ends"
             )
 
     def pin(self, key: PinKey, node: Any, until: float) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.eviction_order import TIE, Entry, EvictionOrder
-from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, above_share, order_of
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
@@ -47,13 +47,13 @@ class EvictionPolicy:
     """
 
     def __init__(self, registry: SnapshotRegistry) -> None:
-        self.registry = registry
+        self.registry, tenants = registry, registry.tenants
         # Snapshots whose blocks end in a leaf that the tree may evict, by reuse interval (`at_leaf`).
-        self.leaves = order_of(registry.shares, DEVICE)
+        self.leaves = tenants.order(DEVICE)
         # Snapshots in device slots that may be evicted for their slot, by eviction score.
-        self._for_slots = order_of(registry.shares, DEVICE)
+        self._for_slots = tenants.order(DEVICE)
         # Copies on the host that are no duplicates, by eviction score and by reuse interval.
-        self.host_rows, self.host_blocks = order_of(registry.shares, HOST), order_of(registry.shares, HOST)
+        self.host_rows, self.host_blocks = tenants.order(HOST), tenants.order(HOST)
         # Result of the last search for the snapshots that the device evicts next (`mark_next_evicted`).
         self._next_evicted = np.zeros(registry.size, dtype=bool)
 
@@ -75,16 +75,21 @@ class EvictionPolicy:
     def recompute_cost(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return the tokens to recompute without each of the snapshots `at`, times SUPERSEDED where that applies."""
         registry = self.registry
-        saved = registry.length[at] - registry.length[registry.previous[at]]
-        return saved * np.where(registry.followers[at] == 1, SUPERSEDED, 1.0)
+        saved = np.subtract(registry.length[at], registry.length[registry.previous[at]], dtype=np.float64)
+        saved *= np.where(registry.followers[at] == 1, SUPERSEDED, 1.0)
+        return saved
 
     def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, divided by the
         weights of their hints, float64."""
         last, known = self.registry.last[at], self.registry.interval[at]
-        interval = np.where(known > 0, known, self.registry.reuse.mean_interval)
-        expected = np.maximum(np.maximum(self.registry.now - last, interval), 1.0) * (1 + TIE * last)
-        return expected / self.registry.hints.weight[at]
+        # In place, because the columns of a large registry do not fit into the processor's caches.
+        expected = np.where(known > 0, known, self.registry.reuse.mean_interval)
+        np.maximum(expected, self.registry.now - last, out=expected)
+        np.maximum(expected, 1.0, out=expected)
+        expected *= 1 + TIE * last
+        expected /= self.registry.hints.weight[at]
+        return expected
 
     def eviction_score(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return `reuse_interval` divided by `recompute_cost`. The highest score is evicted first."""
@@ -177,10 +182,11 @@ class EvictionPolicy:
         free = here & ((locks == 0) | copying)
         leaving: dict[int, None] = {}
         device = slice(len(here))
-        reuse_interval = self.reuse_interval(device) * above_share(registry.shares, device, DEVICE)
+        reuse_interval = self.reuse_interval(device) * registry.tenants.factor(DEVICE, device)
         if slots > 0:
-            score = reuse_interval / np.maximum(self.recompute_cost(device), 1e-9)
-            order = _first(np.flatnonzero(here), score, lambda ids: free[ids], slots, most)
+            cost = self.recompute_cost(device)
+            score = reuse_interval / np.maximum(cost, 1e-9, out=cost)
+            order = _first(here, score, lambda ids: free[ids], slots, most)
             leaving.update(dict.fromkeys(order.tolist()))
         if tokens > 0:
             ends = self._ends_to_evict(here, free, reuse_interval, tokens, most)
@@ -193,13 +199,13 @@ class EvictionPolicy:
         """Yield the snapshots that end paths on the device, in the order in which their blocks are evicted, until that
         frees `tokens` tokens. Those that are not `free` are yielded too, but free nothing."""
         registry = self.registry
-        ids, length, previous = np.flatnonzero(here), registry.length, registry.previous
-        followers = np.bincount(previous[ids], minlength=registry.size)
+        length, previous = registry.length, registry.previous
+        followers = np.bincount(previous[: len(here)] * here, minlength=registry.size)
 
         def saved(ids: np.ndarray) -> np.ndarray:
             return free[ids] * (length[ids] - length[previous[ids]])
 
-        order = _first(ids[followers[ids] == 0], reuse_interval, saved, tokens, most)
+        order = _first(here & (followers[: len(here)] == 0), reuse_interval, saved, tokens, most)
         ends = [(-reuse_interval[slot], slot) for slot in order.tolist()]
         while ends and tokens > 0:
             _, slot = heapq.heappop(ends)
@@ -236,19 +242,19 @@ class EvictionPolicy:
 
 
 def _first(
-    ids: np.ndarray, score: np.ndarray, amount: Callable[[np.ndarray], np.ndarray], needed: int, most: int
+    wanted: np.ndarray, score: np.ndarray, amount: Callable[[np.ndarray], np.ndarray], needed: int, most: int
 ) -> np.ndarray:
     """Return the ids of highest score, in descending order, until their amounts add up to `needed`, at most `most`.
 
     Args:
-        ids: ids in ascending order.
-        score: column by id.
+        wanted: bool column by id: True if an id may be returned.
+        score: column by id, above 0.
         amount: function that returns the amounts of ids.
         needed: sum of the amounts.
         most: limit of the ids.
     """
-    if len(ids) > most:
-        scores = score[ids]
-        ids = ids[scores >= np.partition(scores, -most)[-most]]
+    scores = score * wanted
+    least = np.partition(scores, -most)[-most] if len(scores) > most else 0.0
+    ids = np.flatnonzero(wanted & (scores >= least))
     order = ids[np.argsort(-score[ids], kind="stable")]
     return order[: min(most, int(np.searchsorted(np.cumsum(amount(order)), needed)) + 1)]

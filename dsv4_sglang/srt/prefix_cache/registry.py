@@ -21,7 +21,7 @@ from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
-from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, TenantShares
+from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, Tenants
 
 # Evicted branches that are remembered for ghost hits, per place of the registry.
 REMEMBERED = 4
@@ -39,7 +39,7 @@ class SnapshotRegistry:
         host_rows: int = 0,
         policy: type[EvictionPolicy] = EvictionPolicy,
         *,
-        shares: TenantShares | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         """Create an empty registry.
 
@@ -47,7 +47,7 @@ class SnapshotRegistry:
             capacity: snapshot slots of the device.
             host_rows: rows of the host cache.
             policy: eviction policy.
-            shares: shares of tenants. None: there is no limit.
+            tenants: what tenants hold (`tenants_of`). None: it is not limited.
         """
         self.capacity = capacity
         self.now = 0
@@ -70,7 +70,7 @@ class SnapshotRegistry:
         self.followers = np.zeros(size, dtype=np.int64)
         self.copies = HostCopies(size)
         self.hints = HintWeights(size)
-        self.shares = shares
+        self.tenants = tenants or Tenants()
         self.reuse = ReuseEstimate(REMEMBERED * size)
         self.policy = policy(self)
 
@@ -100,11 +100,10 @@ class SnapshotRegistry:
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
         following = list(following)
         self.previous[slot], self.previous[following] = previous, slot
-        if self.shares is not None:
-            self.shares.of[slot] = self.shares.index(tenant)
-            self._count(slot, self._tokens_of(slot), 1)
-            for number in following:
-                self._count(number, -self._tokens_of(slot), 0)
+        self.tenants.assign(slot, tenant)
+        self._count(slot, self._tokens_of(slot), 1)
+        for number in following:
+            self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
         self.policy.changed(slot, previous, *following)
@@ -128,25 +127,21 @@ class SnapshotRegistry:
                 self.reuse.remember(path_hash, int(self.last[slot]))
         self.hints.evicted(slot, path_hash, self.now)
         following, previous = list(self.following(slot)), int(self.previous[slot])
-        if self.shares is not None:
-            for number in following:
-                self._count(number, self._tokens_of(slot), 0)
-            self._count(slot, -self._tokens_of(slot), -1)
+        for number in following:
+            self._count(number, self._tokens_of(slot), 0)
+        self._count(slot, -self._tokens_of(slot), -1)
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
         self._forget(slot)
         self.policy.changed(previous, *following)
 
     def count_tenants(self) -> tuple[dict[int, tuple[int, int]], ...]:
-        """Return `TenantShares.held` as a scan of all snapshots finds it, for the integrity audit."""
-        held: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
-        if self.shares is None:
-            return held
-        for number in np.flatnonzero(self.in_registry).tolist():
-            tenant, of_place = int(self.shares.of[number]), held[DEVICE if number <= self.capacity else HOST]
-            tokens, snapshots = of_place.get(tenant, (0, 0))
-            of_place[tenant] = tokens + self._tokens_of(number), snapshots + 1
-        return held
+        """Return `Tenants.held` as a scan of all snapshots finds it, for the integrity audit."""
+        numbers = np.flatnonzero(self.in_registry).tolist()
+        return self.tenants.sums((self._place(number), number, self._tokens_of(number)) for number in numbers)
+
+    def _place(self, number: int) -> int:
+        return DEVICE if number <= self.capacity else HOST
 
     def _tokens_of(self, number: int) -> int:
         """Return the tokens after the snapshot before this one."""
@@ -154,9 +149,7 @@ class SnapshotRegistry:
 
     def _count(self, number: int, tokens: int, snapshots: int) -> None:
         """Add tokens and snapshots to what the tenant of a snapshot holds."""
-        if self.shares is not None:
-            place = DEVICE if number <= self.capacity else HOST
-            self.shares.count(place, int(self.shares.of[number]), tokens, snapshots)
+        self.tenants.count(self._place(number), number, tokens, snapshots)
 
     def _forget(self, slot: int) -> None:
         self.in_registry[slot] = False
@@ -183,10 +176,9 @@ class SnapshotRegistry:
             column[to] = column[slot]
         self.locks[to] = 0
         self.hints.move(slot, to)
-        if self.shares is not None:
-            self.shares.of[to] = self.shares.of[slot]
-            self._count(to, self._tokens_of(to), 1)
-            self._count(slot, -self._tokens_of(to), -1)
+        self.tenants.move(slot, to)
+        self._count(to, self._tokens_of(to), 1)
+        self._count(slot, -self._tokens_of(to), -1)
         at_leaf = slot in self.policy.leaves
         self._forget(slot)
         self.in_registry[to] = True

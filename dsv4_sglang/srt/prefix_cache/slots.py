@@ -14,7 +14,7 @@ from dsv4_sglang.cache.contracts import SnapshotPool
 from dsv4_sglang.cache.free_list import FreeList
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
-from dsv4_sglang.srt.prefix_cache.tenants import Room, TenantShares
+from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT, Room, tenants_of
 
 
 class SnapshotSlots(SnapshotPool):
@@ -34,7 +34,7 @@ class SnapshotSlots(SnapshotPool):
         """
         self.num_slots, self.snapshot_bytes, self.host_rows = size, snapshot_bytes, 0
         # Largest share of a tenant in percent (option `tenant_percent`), and the tokens of device and host.
-        self.tenant_percent: int | None = None
+        self.tenant_percent = NO_LIMIT
         self.tokens = self.host_tokens = 0
         self.clear()
         self._host_ids = torch.arange(size + 1, dtype=torch.int64)
@@ -78,11 +78,9 @@ class SnapshotSlots(SnapshotPool):
 
     def forget(self) -> None:
         """Empty the registry, after the tree was emptied."""
-        shares = None
-        if self.tenant_percent is not None:
-            rooms = Room(self.tokens, self.num_slots), Room(self.host_tokens, self.host_rows)
-            shares = TenantShares(self.tenant_percent, rooms, self.num_slots + self.host_rows + 1)
-        self.registry = SnapshotRegistry(self.num_slots, self.host_rows, shares=shares)
+        rooms = Room(self.tokens, self.num_slots), Room(self.host_tokens, self.host_rows)
+        tenants = tenants_of(self.tenant_percent, rooms, self.num_slots + self.host_rows + 1)
+        self.registry = SnapshotRegistry(self.num_slots, self.host_rows, tenants=tenants)
         self.nodes.clear()
 
     def id_of(self, node: Any) -> int:

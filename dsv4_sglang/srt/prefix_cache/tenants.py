@@ -4,12 +4,15 @@ share come first. A tenant is a `cache_salt`; requests without one are a tenant,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.eviction_order import Entry, EvictionOrder
+
+# Percentage with which no tenant is ever above its share.
+NO_LIMIT = 100
 
 # Factor on the eviction score of a tenant above its share. It is larger than the ratio of any two scores.
 ABOVE_SHARE = 2.0**200
@@ -25,8 +28,49 @@ class Room(NamedTuple):
     snapshots: int
 
 
-class TenantShares:
+class Tenants:
+    """Tenants without a limit. Nothing is counted, and all are equal."""
+
+    limited = False
+
+    def __init__(self) -> None:
+        # By place: tenant -> (tokens, snapshots), and the tenants above their share.
+        self.held: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
+        self.above: tuple[set[int], ...] = (set(), set())
+
+    def assign(self, number: int, tenant: str) -> None:
+        """Note the tenant of a new snapshot."""
+
+    def move(self, number: int, to: int) -> None:
+        """Give the tenant of a snapshot to its new number."""
+
+    def count(self, place: int, number: int, tokens: int, snapshots: int) -> None:
+        """Add tokens and snapshots to what the tenant of a snapshot holds in a place, or subtract them."""
+
+    def factor(self, place: int, at: int | slice | np.ndarray) -> Any:
+        """Return the factor on the eviction scores of the snapshots `at`, by which tenants above their share are first:
+        a column for several snapshots, else a number."""
+        return 1.0
+
+    def order(self, place: int) -> EvictionOrder:
+        """Return an empty eviction order of a place."""
+        return EvictionOrder()
+
+    def sums(self, held: Iterable[tuple[int, int, int]]) -> tuple[dict[int, tuple[int, int]], ...]:
+        """Return what `held` would be after counting all of these snapshots: (place, number, tokens)."""
+        return {}, {}
+
+    def largest(self, place: int, count: int) -> tuple[list[int], int]:
+        """Return the tokens of the `count` tenants that hold most, in descending order, and the sum of the others."""
+        tokens = [tokens for tokens, _ in self.held[place].values()]
+        first = heapq.nlargest(count, tokens)
+        return first, sum(tokens) - sum(first)
+
+
+class TenantShares(Tenants):
     """Tokens and snapshots of each tenant on the device and on the host."""
+
+    limited = True
 
     def __init__(self, percent: int, rooms: tuple[Room, Room], size: int) -> None:
         """Create the counts.
@@ -36,50 +80,60 @@ class TenantShares:
             rooms: sizes of device and host.
             size: numbers of snapshots, with 0.
         """
+        super().__init__()
         self.percent, self._rooms = percent, rooms
         # Index of the tenant of each snapshot. An index is reused once its tenant holds nothing.
         self.of = np.zeros(size, dtype=np.int32)
         self.names: dict[int, str] = {}
         self._indices: dict[str, int] = {}
         self._free: list[int] = []
-        # By place: tenant -> (tokens, snapshots), and the tenants above their share.
-        self.held: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
-        self.above: tuple[set[int], ...] = (set(), set())
+        # By place and index of a tenant.
+        self._factors = np.ones((len(PLACES), size))
 
-    def index(self, tenant: str) -> int:
-        """Return the index of a tenant, a new one if it holds nothing."""
+    def assign(self, number: int, tenant: str) -> None:
         if (index := self._indices.get(tenant)) is None:
             index = self._free.pop() if self._free else len(self._indices)
             self._indices[tenant], self.names[index] = index, tenant
-        return index
+        self.of[number] = index
 
-    def count(self, place: int, tenant: int, tokens: int, snapshots: int) -> None:
-        """Add tokens and snapshots to what a tenant holds, or subtract them."""
-        held, above = self.held[place], self.above[place]
+    def move(self, number: int, to: int) -> None:
+        self.of[to] = self.of[number]
+
+    def count(self, place: int, number: int, tokens: int, snapshots: int) -> None:
+        tenant, held = int(self.of[number]), self.held[place]
         before = held.get(tenant, (0, 0))
         now = held[tenant] = before[0] + tokens, before[1] + snapshots
         if any(100 * amount > self.percent * room for amount, room in zip(now, self._rooms[place])):
-            above.add(tenant)
-        else:
-            above.discard(tenant)
+            self.above[place].add(tenant)
+            self._factors[place, tenant] = ABOVE_SHARE
+        elif tenant in self.above[place]:
+            self.above[place].remove(tenant)
+            self._factors[place, tenant] = 1.0
         if now == (0, 0):
             del held[tenant]
             if not any(tenant in other for other in self.held):
                 del self._indices[self.names.pop(tenant)]
                 self._free.append(tenant)
 
-    def largest(self, place: int, count: int) -> tuple[list[int], int]:
-        """Return the tokens of the `count` tenants that hold most, in descending order, and the sum of the others."""
-        tokens = [tokens for tokens, _ in self.held[place].values()]
-        first = heapq.nlargest(count, tokens)
-        return first, sum(tokens) - sum(first)
+    def factor(self, place: int, at: int | slice | np.ndarray) -> Any:
+        return self._factors[place, self.of[at]]
+
+    def order(self, place: int) -> EvictionOrder:
+        return TenantOrder(self, place)
+
+    def sums(self, held: Iterable[tuple[int, int, int]]) -> tuple[dict[int, tuple[int, int]], ...]:
+        found: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
+        for place, number, tokens in held:
+            before = found[place].get(tenant := int(self.of[number]), (0, 0))
+            found[place][tenant] = before[0] + tokens, before[1] + 1
+        return found
 
 
 class TenantOrder(EvictionOrder):
     """Eviction order of a place in which snapshots of tenants above their share come before all others.
 
-    Each snapshot is in this order and in that of its tenant. At most 100 / percent tenants are above their share, so a
-    search reads a bounded number of orders.
+    Each snapshot is in this order and in that of its tenant. Fewer than 100 / percent tenants are above their share in
+    tokens, and as many in snapshots, so a search reads a bounded number of orders.
     """
 
     def __init__(self, shares: TenantShares, place: int) -> None:
@@ -106,10 +160,9 @@ class TenantOrder(EvictionOrder):
         return [self._of_tenant[tenant] for tenant in self._shares.above[self._place] if tenant in self._of_tenant]
 
     def first(self, now: int, mean_interval: float) -> tuple[int, float]:
-        firsts = [order.first(now, mean_interval) for order in self._above()]
-        if not firsts:
+        if not (above := self._above()):
             return super().first(now, mean_interval)
-        number, score = min(firsts, key=lambda first: (-first[1], first[0]))
+        number, score = self._first_of(above, now, mean_interval)
         return number, score * ABOVE_SHARE
 
     def descending(self, now: int, mean_interval: float) -> Iterator[tuple[float, int]]:
@@ -123,13 +176,6 @@ class TenantOrder(EvictionOrder):
                 yield score, number
 
 
-def order_of(shares: TenantShares | None, place: int) -> EvictionOrder:
-    """Return an empty eviction order of a place, without or with shares of tenants."""
-    return EvictionOrder() if shares is None else TenantOrder(shares, place)
-
-
-def above_share(shares: TenantShares | None, at: slice | np.ndarray, place: int) -> np.ndarray | float:
-    """Return the factor on the scores of the snapshots `at` by which tenants above their share are evicted first."""
-    if shares is None or not shares.above[place]:
-        return 1.0
-    return np.where(np.isin(shares.of[at], list(shares.above[place])), ABOVE_SHARE, 1.0)
+def tenants_of(percent: int, rooms: tuple[Room, Room], size: int) -> Tenants:
+    """Return the tenants of an empty registry. Arguments are those of `TenantShares`."""
+    return TenantShares(percent, rooms, size) if percent < NO_LIMIT else Tenants()

@@ -83,11 +83,12 @@ def _announced(cache: Any) -> dict[str, dict[str, int]]:
 
 
 def requests_of(scheduler: Any) -> list[Any]:
-    """Return all requests of a scheduler: in batches, between chunks, in queues and between two servers."""
+    """Return all requests of a scheduler: in batches, between chunks, in queues, also with a grammar that is compiled,
+    and between two servers."""
     batches = [scheduler.running_batch, scheduler.last_batch]
     if scheduler.enable_overlap:
         batches += [batch for batch, _ in scheduler.result_queue]
     known = [req for batch in batches if batch is not None for req in batch.reqs]
     known += [req for req in (scheduler.chunked_req, *scheduler.waiting_queue) if req is not None]
-    known += disaggregated_requests(scheduler)
+    known += [*scheduler.grammar_manager.grammar_queue, *disaggregated_requests(scheduler)]
     return list({id(req): req for req in known}.values())

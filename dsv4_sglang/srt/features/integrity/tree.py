@@ -232,10 +232,9 @@ class AuditedTree:
             yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
         for place in sorted(place for place in places if not registry.in_registry[place]):
             yield Finding(f"snapshot {place}", f"attached to node {places[place].id}, but missing in the registry")
-        if registry.shares is not None:
-            for name, listed, held in zip(("device", "host"), registry.shares.held, registry.count_tenants()):
-                if listed != held:
-                    yield Finding(f"tenants on the {name}", f"counted as {listed}, but they hold {held}")
+        for name, listed, held in zip(("device", "host"), registry.tenants.held, registry.count_tenants()):
+            if listed != held:
+                yield Finding(f"tenants on the {name}", f"counted as {listed}, but they hold {held}")
         for place in registry.policy.misplaced():
             yield Finding(f"snapshot {place}", "its place in an eviction order is not that of its columns")
         for node_id in self.cache.tree_core.evictable_device_leaves.misplaced():
