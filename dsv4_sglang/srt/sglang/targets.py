@@ -24,10 +24,3 @@ DSPARK_BACKEND = _DSPARK + "dspark_worker_v2.build_draft_tp_worker"
 WRITE_CONTEXT = _DSPARK + "dspark_kv_inject.TargetHiddenKvInjector._inject"
 LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
-
-
-def applied_hooks() -> set[str]:
-    """Return the targets that SGLang has hooked. It only logs a hook that fails."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    return HookRegistry._patched
