@@ -12,6 +12,10 @@ import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry  # noqa: F401  (imports every model)
 
+# The modules of this package that a server imports after its opt-in. They change SGLang only when they are called.
+import dsv4_sglang.srt.host_cache.storage
+import dsv4_sglang.srt.plugin.activate
+
 # The title's memory is found through the environment of the process start, which a forked process changes.
 setproctitle.getproctitle()
 # A garbage collection would copy the memory that the servers share.
