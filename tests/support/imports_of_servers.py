@@ -14,7 +14,7 @@ import sglang.srt.models.registry  # noqa: F401  (imports every model)
 
 # The modules of this package that a server imports after its opt-in. They change SGLang only when they are called.
 import dsv4_sglang.srt.host_cache.storage
-import dsv4_sglang.srt.plugin.activate
+import dsv4_sglang.srt.plugin.activate  # noqa: F401  (imports the hooks)
 
 # The title's memory is found through the environment of the process start, which a forked process changes.
 setproctitle.getproctitle()
