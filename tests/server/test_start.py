@@ -23,8 +23,6 @@ pytestmark = [pytest.mark.server, pytest.mark.full]
 # Run in a new process, because installed hooks cannot be removed.
 INERT = """
 import sys
-for name in [name for name in sys.modules if name.startswith("dsv4_sglang")]:
-    del sys.modules[name]  # imported before the fork
 from importlib.metadata import entry_points
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry

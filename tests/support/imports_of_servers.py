@@ -12,9 +12,9 @@ import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry  # noqa: F401  (imports every model)
 
-# The modules of this package that a server imports after its opt-in. They change SGLang only when they are called.
-import dsv4_sglang.srt.host_cache.storage
-import dsv4_sglang.srt.plugin.activate  # noqa: F401  (imports the hooks)
+# Not the table of hooks (srt/plugin): a server imports it after server_plugin.py has replaced functions in it.
+import dsv4_sglang.srt.attention.backend
+import dsv4_sglang.srt.host_cache.storage  # noqa: F401
 
 # The title's memory is found through the environment of the process start, which a forked process changes.
 setproctitle.getproctitle()
