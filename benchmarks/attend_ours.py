@@ -139,7 +139,7 @@ def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKern
         max_length=case.context,
     )
     kernel = SparsePrefillAttention(blocks)
-    if not kernel.begin_step(step, [case.context]):
+    if not kernel.begin_step(step, -(-case.context // BLOCK)):
         raise RuntimeError(f"{case.name}: expected a step that the prefill attention kernel takes")
     return kernel
 

@@ -18,7 +18,7 @@ bytes that the host cache had copied by then.
         --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 4 --enable-metrics \\
             --enable-hierarchical-cache --hicache-ratio 8"
 
-`agents` takes about three minutes after the start of the server, half a minute for each kind of hints:
+`agents` takes 13 minutes after the start of the server, two for each kind of hints (`--multiples 2` half of it):
 
     python -m benchmarks.prefix_trace agents --servers ours --out benchmarks/results/agents.jsonl \\
         --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 16 --enable-metrics"
@@ -32,6 +32,7 @@ cache, nine times as large.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -45,6 +46,7 @@ from benchmarks import command_line, servers
 from benchmarks.agent_trace import TraceConfig, Turn, growing, load
 from benchmarks.bench import Bench, append_rows
 from benchmarks.client import TIERS, Client
+from benchmarks.prefix_simulation import NO_HINTS
 from benchmarks.replay import Replay, Served
 from benchmarks.report import quantile
 from benchmarks.tool_pauses import KINDS, Agents, Load
@@ -54,6 +56,8 @@ NEW_TOKENS = {"append": 200, "generate": 16}
 LOAD = ("concurrency", "seed", "conversations", "tokens", "rounds", "active", "visits", "shortest", "longest")
 LOAD += ("generate", "steps", "vocab", "model", "starts", "dry_run")
 LOAD += ("multiples", "agent_seconds", "most_agents", "speed", "weight")
+# Agents that warm up a server hardly pause.
+WARM_UP_SPEED, WARM_UP_SECONDS = 100.0, 15.0
 # Lengths of the system prompts of agents in tokens.
 SYSTEMS = (512, 1024)
 # Lengths of single prompts with which a server that was just started is warmed up.
@@ -146,7 +150,8 @@ def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
 
 def run_agents(replay: Replay, args: argparse.Namespace) -> Parts:
     """Run agents with pauses for tools (`benchmarks.tool_pauses`) at multiples of the device cache, with each kind of
-    hints, each on an empty cache. Restarting the cache also forgets whose hints came true."""
+    hints, each on an empty cache. Restarting the cache also forgets whose hints came true. Before the first kind agents
+    run for a while untimed, so that no kernel is compiled in a load."""
     config = TraceConfig(
         conversations=0, active=0, seed=args.seed, turns=(4, 16), tokens=(args.shortest, args.longest), systems=SYSTEMS
     )
@@ -155,6 +160,8 @@ def run_agents(replay: Replay, args: argparse.Namespace) -> Parts:
     for multiple in args.multiples:
         tokens = multiple * args.device_tokens
         agents = min(load.agents(tokens), args.most_agents)
+        warm_up = dataclasses.replace(load, speed=WARM_UP_SPEED, seconds=min(WARM_UP_SECONDS, load.seconds))
+        Agents(replay, warm_up, NO_HINTS).run(agents)
         for kind in KINDS:
             replay.restart()
             row = summary(Agents(replay, load, kind).run(agents))
@@ -182,7 +189,7 @@ DEFAULTS = {
     "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
     "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [1, 2, 3, 6, 13, 25, 50, 75, 132]},
     "trace": {"concurrency": 16, "active": [100], "visits": [5], "longest": 200_000},
-    "agents": {"concurrency": 16, "longest": 12_000, "agent_seconds": 30.0, "most_agents": 512, "multiples": [2, 10]},
+    "agents": {"concurrency": 16, "longest": 12_000, "agent_seconds": 120.0, "most_agents": 512, "multiples": [2, 10]},
 }
 DRY = {
     "alternate": {"conversations": 2, "tokens": 300, "concurrency": 1},
@@ -212,7 +219,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--multiples", type=int, nargs="+", help="tokens of agents in device caches, one load each")
     options.add_argument("--agent-seconds", type=float, help="duration of a load of agents")
     options.add_argument("--most-agents", type=int, help="largest number of agents")
-    options.add_argument("--speed", type=float, default=5.0, help="pauses for tools are shorter by it (agents)")
+    options.add_argument("--speed", type=float, default=1.0, help="pauses for tools are shorter by it (agents)")
     options.add_argument("--weight", type=int, default=2, help="weight of retained conversations (agents)")
     command_line.add_servers(options, "ours,in-tree")
     command_line.add_url(options)

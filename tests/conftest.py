@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -93,6 +94,15 @@ def only_ports(monkeypatch: pytest.MonkeyPatch) -> int:
     with ports.reserved() as first:
         monkeypatch.setattr(ports, "FIRSTS", range(first, first + 1))
     return first
+
+
+@pytest.fixture(scope="session")
+def automodel() -> ModuleType:
+    """Return `reference.automodel`. It is imported when a test needs it, because this takes 5 s."""
+    pytest.importorskip("nemo_automodel", reason="tools/setup.sh installs it with the CPU recipe")
+    from reference import automodel
+
+    return automodel
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

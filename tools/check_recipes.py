@@ -54,7 +54,7 @@ def _first(*ways: list[str]) -> list[dict[str, Any]]:
 def cpu_recipe() -> list[dict[str, Any]]:
     """Resolve the steps of tools/setup.sh, with its versions."""
     setup = (ROOT / "tools/setup.sh").read_text()
-    versions = dict(re.findall(r"^(torch|older_torch|sglang)=(\S+)$", setup, re.M))
+    versions = dict(re.findall(r"^(torch|older_torch|sglang|automodel)=(\S+)$", setup, re.M))
     newest, older = (f"torch=={versions[name]}+cpu" for name in ("torch", "older_torch"))
     torch = _first([newest], [newest, "--index-url", CPU_INDEX], [older])
     installed = torch[0]["metadata"]["version"].split("+")[0]
@@ -62,7 +62,8 @@ def cpu_recipe() -> list[dict[str, Any]]:
     assert beside, f"tools/setup.sh has no line for torch {installed}"
     versions |= dict(part.split("=") for part in beside[1].split())
     others = resolve(f"triton=={versions['triton']}", "-r", "tools/requirements-cpu.txt")
-    alone = resolve("--no-deps", *(f"{name}=={versions[name]}" for name in ("sglang", "torchvision")))
+    names = {"sglang": "sglang", "torchvision": "torchvision", "automodel": "nemo-automodel"}
+    alone = resolve("--no-deps", *(f"{name}=={versions[key]}" for key, name in names.items()))
     return list({item["metadata"]["name"].lower(): item for item in [*others, *alone, *torch]}.values())
 
 

@@ -11,6 +11,8 @@ venv=${1:?usage: tools/setup.sh VENV [cpu|cuda]}
 recipe=${2:-}
 root=$(cd "$(dirname "$0")/.." && pwd)
 sglang=0.5.23
+# Its model of DeepSeek-V4.1 is an oracle of the tests (tests/reference/automodel.py).
+automodel=0.7.0
 # SGLang's pin, and the newest CPU wheel that some mirrors have.
 torch=2.14.1
 older_torch=2.13.0
@@ -78,7 +80,7 @@ else
   esac
   install "triton==$triton" -r "$root/tools/requirements-cpu.txt"
   # Without dependencies, which pin the CUDA build of torch.
-  install --no-deps "sglang==$sglang" "torchvision==$torchvision"
+  install --no-deps "sglang==$sglang" "torchvision==$torchvision" "nemo-automodel==$automodel"
   "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
   install --no-deps --no-build-isolation -e "$root"
 fi

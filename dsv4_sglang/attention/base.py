@@ -112,13 +112,13 @@ class AttentionKernel(ABC):
         """
 
     @abstractmethod
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
-        """Prepare for the layers of a step. A decode step that a CUDA graph records calls this inside the recording.
+    def begin_step(self, step: StepMetadata, most_blocks: int | None) -> bool:
+        """Prepare for the layers of a step. A step that a CUDA graph records calls this inside the recording.
 
         Args:
             step: metadata of the step.
-            lengths: length of each request after a prefill step; None in a decode step, whose lengths are on the device
-                only.
+            most_blocks: upper bound of the number of blocks of all requests after a prefill step; None in a step whose
+                lengths are on the device only.
 
         Returns:
             False if another attention kernel should take this step.
@@ -127,6 +127,16 @@ class AttentionKernel(ABC):
     def query_heads(self, heads: int) -> int:
         """Return the number of heads H of queries and sinks that `attend` needs. Only the first `heads` are real."""
         return heads
+
+    def reserve(self, window_size: int, blocks: int, device: torch.device) -> None:
+        """Allocate the scratch of recorded prefill steps, whose addresses CUDA graphs contain. It is never freed.
+
+        Args:
+            window_size: entries of the largest window workspace.
+            blocks: largest `most_blocks` of these steps.
+            device: device of the KV buffers.
+        """
+        return
 
     def free_scratch(self) -> None:
         """Free scratch memory that grows with the largest step. No step may be running."""

@@ -183,7 +183,7 @@ class FlashMLAAttention(FlashMLAKernel):
         self._schedules: dict[tuple, Any] = {}
         self._alive: list[Tensor] = []
 
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+    def begin_step(self, step: StepMetadata, most_blocks: int | None) -> bool:
         """Drop the schedules of the previous step."""
         self._schedules.clear()
         self._alive.clear()

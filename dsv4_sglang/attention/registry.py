@@ -25,7 +25,7 @@ class PortableAttention(AttentionKernel):
     def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> bool:
         return True
 
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+    def begin_step(self, step: StepMetadata, most_blocks: int | None) -> bool:
         return True
 
     def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:

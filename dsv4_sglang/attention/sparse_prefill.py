@@ -6,10 +6,15 @@ bf16). The index lists are translated to positions in that buffer, compressed en
 multiplies about twice as fast as the FP8 decode kernel. Gathering is cheap in comparison: 1.6 KB per entry of context,
 once a layer, while every token of the step reads up to 640 entries.
 
+The host knows only an upper bound of the step's blocks, so that a CUDA graph can record a step: the buffers have a
+fixed size, and a kernel counts and lists the blocks.
+
 Bytes per layer: 584 read and 1024 written per gathered entry, 4 read and 4 written per list item.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -46,17 +51,57 @@ MAX_LISTED = 1 << 24
 _ENTRIES_PER_PROGRAM = 16
 
 
-@triton.jit
+# The numbers differ from step to step. Specialised to them, the kernels would be compiled during serving.
+@triton.jit(do_not_specialize=["requests", "most_blocks"])
+def _list_blocks_kernel(
+    slots_ptr, prefix_lens_ptr, query_start_ptr, block_table_ptr, blocks_ptr, count_ptr, places_ptr,
+    requests, block_table_stride, most_blocks,
+    BLOCK: tl.constexpr, REQUESTS_AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests). List the blocks of all requests, request by request, and note the place of each in the list.
+
+    A block that several requests share is listed several times. Any of its places will do.
+    """
+    b = tl.program_id(0)
+    first, own, total = 0, 0, 0
+    for begin in range(0, requests, REQUESTS_AT_ONCE):
+        request = begin + tl.arange(0, REQUESTS_AT_ONCE)
+        mask = request < requests
+        has_slot = tl.load(slots_ptr + request, mask=mask, other=-1) >= 0
+        start = tl.load(query_start_ptr + request, mask=mask, other=0)
+        length = tl.load(query_start_ptr + request + 1, mask=mask, other=0) - start
+        length += tl.load(prefix_lens_ptr + request, mask=mask, other=0)
+        counts = tl.where(has_slot, tl.cdiv(length, BLOCK), 0)
+        first += tl.sum(tl.where(request < b, counts, 0), 0)
+        own += tl.sum(tl.where(request == b, counts, 0), 0)
+        total += tl.sum(counts, 0)
+    # The bound only keeps writes inside the list.
+    end = tl.minimum(first + own, most_blocks)
+    row_ptr = block_table_ptr + b.to(tl.int64) * block_table_stride
+    for begin in range(first, end, COLUMNS):
+        place = begin + tl.arange(0, COLUMNS)
+        block = tl.load(row_ptr + place - first, mask=place < end, other=0)
+        tl.store(blocks_ptr + place, block, mask=place < end)
+        tl.store(places_ptr + block, place, mask=place < end)
+    if b == 0:
+        tl.store(count_ptr, tl.minimum(total, most_blocks))
+
+
+@triton.jit(do_not_specialize=["window_entries", "most_entries"])
 def _gather_kernel(
-    window_ptr, entries_ptr, blocks_ptr, out_ptr, window_entries, total,
+    window_ptr, entries_ptr, blocks_ptr, count_ptr, out_ptr, window_entries, most_entries,
     window_block_stride, entry_block_stride, window_entries_per_block, compressed_entries_per_block, per_block,
     FP8: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of BLOCK_N entries). Gather `window_entries` window entries, then each listed block.
+    """Grid (groups of BLOCK_N entries of `out`). Gather `window_entries` window entries, then each listed block.
 
-    `per_block` is the number of compressed entries of a block.
+    `most_entries` is the size of `out`, without compressed entries `window_entries`. `per_block` is the number of
+    compressed entries of a block.
     """
+    total = tl.minimum(window_entries + tl.load(count_ptr) * per_block, most_entries)
     index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tl.program_id(0) * BLOCK_N >= total:
+        return
     mask = index < total
     in_window = index < window_entries
     item = tl.where(in_window, 0, index - window_entries)
@@ -87,7 +132,7 @@ def _gather_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window_size"])
 def _join_kernel(
     entry_indices_ptr, entry_lens_ptr, entry_owner_ptr, window_indices_ptr, window_lens_ptr, places_ptr, out_ptr,
     out_lens_ptr, entry_indices_stride, window_indices_stride, width, window_size, per_block,
@@ -134,10 +179,40 @@ def _entries_per_block(ratio: int) -> int:
     return BLOCK_TOKENS // ratio if ratio else 1
 
 
+def _table_size(window_size: int, blocks: int) -> int:
+    """Return the entries of a gathered buffer for all layers of a step. CSA layers have the most."""
+    return window_size + _entries_per_block(CSA_RATIO) * blocks
+
+
 def _joined_width(inputs: AttendInputs) -> int:
     """Return the width of the lists of `inputs` in the gathered buffer."""
     width = inputs.window.indices.shape[1] + (inputs.entries.indices.shape[1] if inputs.entries else 0)
     return -(-width // JOINED_ALIGNMENT) * JOINED_ALIGNMENT
+
+
+class _Gathered(NamedTuple):
+    """Memory for the gathered entries of a step.
+
+    Attributes:
+        table: bf16 [entries, 512], the window entries, then the compressed entries of each listed block.
+        blocks: int32 [N], ids of the step's blocks.
+        block_count: int32 [1], number of the step's blocks.
+    """
+
+    table: Tensor
+    blocks: Tensor
+    block_count: Tensor
+
+    @classmethod
+    def allocate(cls, entries: int, blocks: int, device: torch.device) -> _Gathered:
+        return cls(
+            torch.empty(entries, ENTRY_DIM, dtype=torch.bfloat16, device=device),
+            torch.empty(blocks, dtype=torch.int32, device=device),
+            torch.empty(1, dtype=torch.int32, device=device),
+        )
+
+    def has_room(self, entries: int, blocks: int) -> bool:
+        return self.table.shape[0] >= entries and self.blocks.shape[0] >= blocks
 
 
 class SparsePrefillAttention(FlashMLAKernel):
@@ -151,42 +226,59 @@ class SparsePrefillAttention(FlashMLAKernel):
 
     def __init__(self, blocks: int) -> None:
         self._block_count = blocks
-        self._places: Tensor | None = None  # int32 [block_count], index of a block among the step's blocks
-        self._table: Tensor | None = None
-        self._blocks: Tensor | None = None
+        self._places: Tensor | None = None  # int32 [block_count], place of a block among the step's blocks
+        self._reserved: _Gathered | None = None
+        self._growing: _Gathered | None = None
+        # Of the current step.
+        self._gathered: _Gathered | None = None
+        self._most_blocks = self._window_size = 0
         self._shared_lists: dict[int, tuple[Tensor, Tensor]] = {}
-        self._window_size = 0
 
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+    def begin_step(self, step: StepMetadata, most_blocks: int | None) -> bool:
         """Collect the step's blocks. Return False for a decode step or if gathering costs more than it saves."""
-        self._blocks = None
+        self._gathered = None
         self._shared_lists.clear()
-        if lengths is None:
+        if most_blocks is None:
             return False
-        counts = [-(-length // BLOCK_TOKENS) for length in lengths]
-        blocks = sum(counts)
-        total = step.window_size + _entries_per_block(CSA_RATIO) * blocks
-        if total > min(MAX_GATHERED, MAX_GATHERED_PER_TOKEN * step.positions.shape[0]):
+        entries = _table_size(step.window_size, most_blocks)
+        if entries > min(MAX_GATHERED, MAX_GATHERED_PER_TOKEN * step.positions.shape[0]):
             return False
         device = step.positions.device
-        lens = step.prefix_lens + step.query_start.diff()
-        count = (lens + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
-        owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), count, output_size=blocks)
-        place = torch.arange(blocks, device=device)
-        column = place - (count.cumsum(0) - count)[owner]
-        self._blocks = step.block_table[owner, column]
-        if self._places is None:
-            self._places = torch.zeros(self._block_count, dtype=torch.int32, device=device)
-        # A block that several requests share is gathered several times. Any of its copies will do.
-        self._places[self._blocks.long()] = place.to(torch.int32)
-        if self._table is None or self._table.shape[0] < total:
-            self._table = torch.empty(total, ENTRY_DIM, dtype=torch.bfloat16, device=device)
-        self._window_size = step.window_size
+        self._allocate_places(device)
+        self._gathered = self._memory(entries, most_blocks, device)
+        self._most_blocks, self._window_size = most_blocks, step.window_size
+        requests = step.slots.shape[0]
+        _list_blocks_kernel[(requests,)](
+            *(step.slots, step.prefix_lens, step.query_start, step.block_table),
+            *(self._gathered.blocks, self._gathered.block_count, self._places),
+            *(requests, step.block_table.stride(0), most_blocks),
+            BLOCK=BLOCK_TOKENS,
+            REQUESTS_AT_ONCE=64,
+            COLUMNS=256,
+            num_warps=4,
+        )
         return True
 
+    def reserve(self, window_size: int, blocks: int, device: torch.device) -> None:
+        self._allocate_places(device)
+        self._reserved = _Gathered.allocate(_table_size(window_size, blocks), blocks, device)
+
     def free_scratch(self) -> None:
-        self._places = self._table = self._blocks = None
+        self._growing = self._gathered = None
         self._shared_lists.clear()
+
+    def _allocate_places(self, device: torch.device) -> None:
+        if self._places is None:
+            self._places = torch.zeros(self._block_count, dtype=torch.int32, device=device)
+
+    def _memory(self, entries: int, blocks: int, device: torch.device) -> _Gathered:
+        """Return memory for the gathered entries of a step: that of recorded steps, or one that grows."""
+        for memory in (self._reserved, self._growing):
+            if memory is not None and memory.has_room(entries, blocks):
+                return memory
+        self._growing = None  # frees it first
+        self._growing = _Gathered.allocate(entries, blocks, device)
+        return self._growing
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
         table, tokens = self._gather(inputs), q.shape[0]
@@ -202,13 +294,14 @@ class SparsePrefillAttention(FlashMLAKernel):
 
     def _gather(self, inputs: AttendInputs) -> Tensor:
         """Gather bf16 entries: the window workspace, then the compressed entries of each block of the step."""
-        assert self._blocks is not None and self._table is not None, "call `begin_step` before `attend`"
+        assert self._gathered is not None, "call `begin_step` before `attend`"
         per_block = _entries_per_block(inputs.ratio)
-        total = self._window_size + (self._blocks.shape[0] * per_block if inputs.entries else 0)
-        table = self._table[:total]
+        most_entries = self._window_size + (self._most_blocks * per_block if inputs.entries else 0)
+        table, blocks, count = self._gathered
+        table = table[:most_entries]
         window, entries = inputs.window.table, (inputs.entries or inputs.window).table
-        _gather_kernel[(triton.cdiv(total, _ENTRIES_PER_PROGRAM),)](
-            *(window, entries, self._blocks, table, self._window_size, total),
+        _gather_kernel[(triton.cdiv(most_entries, _ENTRIES_PER_PROGRAM),)](
+            *(window, entries, blocks, count, table, self._window_size, most_entries),
             *(table_stride(window), table_stride(entries), window.shape[1], entries.shape[1], per_block),
             FP8=inputs.kv_format is KVFormat.FP8,
             BLOCK_N=_ENTRIES_PER_PROGRAM,

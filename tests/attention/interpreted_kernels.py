@@ -339,13 +339,15 @@ def test_prefill_metadata(chunks, tokens, limits):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
+@pytest.mark.parametrize("more_blocks", [0, 3])
 @pytest.mark.parametrize("ratio, at_once", [(0, None), (4, None), (128, None), (0, 7), (4, 7), (128, 7)])
-def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
+def test_sparse_prefill(ratio, at_once, more_blocks, kv_format, monkeypatch):
     """The whole attention kernel equals the reference, with the sparse kernel implemented in PyTorch. `at_once`: tokens
-    whose entries are listed at a time; None for all."""
+    whose entries are listed at a time; None for all. `more_blocks`: excess of the bound over the step's blocks, as in a
+    CUDA graph."""
     if at_once:
         monkeypatch.setattr(sparse_prefill, "MAX_LISTED", at_once * 256)
-    step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
+    step, blocks, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
 
     def sparse(q, table, lists, lens, sink, scale):
         assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
@@ -361,10 +363,15 @@ def test_sparse_prefill(ratio, at_once, kv_format, monkeypatch):
     kernel = sparse_prefill.SparsePrefillAttention(8)
     # Interpreting a program takes the same time for any size, so programs are larger than on a GPU.
     monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", 128)
-    assert kernel.begin_step(step, lengths)
+    if more_blocks:
+        kernel.reserve(step.window_size, blocks + more_blocks, torch.device("cpu"))
+        kernel._reserved.table.fill_(float("nan"))
+    assert kernel.begin_step(step, blocks + more_blocks)
     for _ in range(2):
         assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
-    written = kernel._table[: step.window_size].float()
+    gathered = kernel._gathered
+    assert (gathered is kernel._reserved) == bool(more_blocks) and gathered.block_count.tolist() == [blocks]
+    written = gathered.table[: step.window_size].float()
     assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
 
 

@@ -13,6 +13,8 @@ from dsv4_sglang.attention.registry import make_kernels
 from dsv4_sglang.formats import KVFormat
 
 pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
 from dsv4_sglang.attention import flashmla, sparse_prefill
 from dsv4_sglang.attention.flashmla import FlashMLAAttention
 
@@ -24,6 +26,8 @@ Gpu = Callable[..., torch.device]
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
     """Return a function that makes a GPU of a given architecture, with or without FlashMLA."""
+
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **given: None)
 
     def make(capability: tuple[int, int], installed: bool = True) -> torch.device:
         flashmla.has_kernel.cache_clear()
@@ -39,9 +43,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 def chosen(device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> tuple[str, str]:
     """Return the attention kernels of a prefill step and of a following decode step."""
     kernels = make_kernels(device, 8, heads, dtype, kv_format)
-    step, lengths, _ = prefill_case(ratio=4, kv_format=kv_format, heads=heads)
+    step, blocks, _ = prefill_case(ratio=4, kv_format=kv_format, heads=heads)
     return tuple(
-        next(type(kernel).__name__ for kernel in kernels if kernel.begin_step(step, of)) for of in (lengths, None)
+        next(type(kernel).__name__ for kernel in kernels if kernel.begin_step(step, most)) for most in (blocks, None)
     )
 
 

@@ -27,7 +27,7 @@ class Steps:
     """A backend and SGLang's tables of two requests, with the calls of SGLang's runners. Request r has state slot r."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+        monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_dp_size=1))
         runner = make_runner(0, heads=HEADS, requests=REQUESTS, staging=STAGING, snapshots=SNAPSHOTS)
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.backend, self.storage = HybridCacheBackend(runner), runner.req_to_token_pool.mamba_pool.storage

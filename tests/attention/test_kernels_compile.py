@@ -71,9 +71,9 @@ def inverse_rope() -> None:
 
 
 def sparse(kv_format: KVFormat) -> None:
-    step, lengths, case = prefill_case(ratio=4, kv_format=kv_format, heads=64)
+    step, blocks, case = prefill_case(ratio=4, kv_format=kv_format, heads=64)
     kernel = sparse_prefill.SparsePrefillAttention(8)
-    kernel.begin_step(step, lengths)
+    kernel.begin_step(step, blocks)
     kernel.attend(*case.inputs(), output_is_rotated=True)
 
 

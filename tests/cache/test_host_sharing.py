@@ -218,8 +218,9 @@ def copies_of_gpus(rank: int, rounds: int) -> float:
     torch.cuda.set_device(device)
     sharing = HostSharing(dist.group.WORLD)
     begin = time.monotonic()
-    assert HostMemory(1 << 30, device, sharing=sharing).bytes.is_pinned()
+    memory = HostMemory(1 << 30, device, sharing=sharing)  # pinned as long as this object lives
     seconds = time.monotonic() - begin
+    assert memory.bytes.is_pinned()
     specs = build_schedule(DSV4Config.flash())
     pools = [PagedKVPool(build_schema(DSV4Config.flash(), specs[i]), 9, device) for i in (2, 3)]
     host = HostBlockPool(pools, 9, sharing=sharing)

@@ -170,6 +170,15 @@ def test_buffers_equal_the_layout(name: str) -> None:
     assert all(any(first <= begin and end <= last for first, last in allocations) for begin, end in ranges)
 
 
+def test_no_buffer_is_transferred_twice() -> None:
+    """SGLang adds the buffers of the draft model's pool, which is the pool of the model here."""
+    args = described(pool := make_pool(make_layout("drafts"), 3, 2))
+    disaggregation.require_distinct_buffers(args)
+    args.kv_data_ptrs += pool.get_contiguous_buf_infos()[0]
+    with pytest.raises(RuntimeError, match=f"only .* of {len(args.kv_data_ptrs) + len(args.state_data_ptrs[0])} buff"):
+        disaggregation.require_distinct_buffers(args)
+
+
 def test_sglang_takes_a_layers_buffers_one_by_one() -> None:
     """The buffers are not pairs of keys and values, and each process has whole buffers."""
     args = described(pool := make_pool(make_layout("fp8"), 3, 2))

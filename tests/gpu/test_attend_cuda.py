@@ -102,12 +102,12 @@ def test_flashmla_slices_of_a_long_prefill(monkeypatch):
 @pytest.mark.parametrize("heads", [64, 128, 16])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_sparse_prefill(ratio, heads, kv_format):
-    step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=heads)
+    step, blocks, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=heads)
     needs(SparsePrefillAttention, case)
     q, inputs = case.inputs("cuda")
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, torch.Tensor)})
     kernel = SparsePrefillAttention(8)
-    assert kernel.begin_step(step, lengths)
+    assert kernel.begin_step(step, blocks)
     for _ in range(2):
         assert_attends(kernel.attend(*flashmla.pad_heads(q, inputs)).values, case, BOUND[torch.bfloat16])
 

@@ -52,7 +52,7 @@ def test_attend(kernel):
 
 
 def test_sparse_prefill():
-    step, lengths, case = prefill_case(ratio=4, kv_format=KVFormat.FP8, heads=64)
+    step, of_step, case = prefill_case(ratio=4, kv_format=KVFormat.FP8, heads=64)
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, Tensor)})
     if not SparsePrefillAttention.supports(DEVICE, 64, torch.bfloat16, KVFormat.FP8):
         pytest.skip("FlashMLA does not run here")
@@ -62,7 +62,7 @@ def test_sparse_prefill():
         blocks = entries.table.shape[0]
         shift = blocks - near.entries.table.shape[0]
         kernel = SparsePrefillAttention(blocks)
-        assert kernel.begin_step(dataclasses.replace(step, block_table=step.block_table + shift), lengths)
+        assert kernel.begin_step(dataclasses.replace(step, block_table=step.block_table + shift), of_step)
         outs.append(kernel.attend(q, near._replace(entries=entries)).values)
     assert torch.equal(*outs) and outs[0].any()
 

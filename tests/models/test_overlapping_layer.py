@@ -239,7 +239,7 @@ def test_graphs_keep_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded graphs write to fixed addresses, so their buffers stay allocated when a longer step needs larger ones.
     Padding heads of a query are zero in every step, inside CUDA graphs and outside them."""
     kernels = [FlashMLAAttention(), PortableAttention()]
-    monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_dp_size=1))
     monkeypatch.setattr(layer_ops, "make_kernels", lambda *model: kernels)
     backend = HybridCacheBackend(make_runner(4, heads=5, top_k=8))
     assert backend.query_buffer(3).shape == (3, 5, 512)

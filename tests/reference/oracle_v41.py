@@ -1,6 +1,6 @@
 """Oracle of DeepSeek-V4.1: the whole model in fp32 from the formulas of SPEC 11, over full sequences, without a cache.
 
-No release of transformers has the model. The results were compared with those of DeepSeek's own code (SPEC 11.7).
+No release of transformers has the model. test_oracle_v41.py compares the oracle with another implementation.
 Contents of the cache and index queries are rounded as in the server; everything else is fp32.
 """
 

@@ -47,7 +47,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "bf16, chunks of 256": (*LARGE, "256", "--kv-cache-dtype", "bfloat16"),
     # Every prefill step here is a graph and every decode step is eager, without overlap.
     "bf16, graphs for prefill only, no overlap": (
-        *(*LARGE, "2048", "--kv-cache-dtype", "bfloat16"),
+        *(*LARGE, "1920", "--kv-cache-dtype", "bfloat16"),
         *("--cuda-graph-backend-decode", "disabled", "--disable-overlap-schedule"),
     ),
     # Admits more requests than fit into the pool after they have grown.

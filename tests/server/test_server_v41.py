@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_alone(server: Server, oracle: OracleV41) -> None:
 def test_all_at_once(server: Server, oracle: OracleV41) -> None:
     prompts = [prompt(length, seed=1) for length in LENGTHS]
     assert_right(oracle, zip(prompts, server.generate_all(prompts, GENERATED)))
+
+
+@only(ONE)
+def test_answers_of_automodel(server: Server, model: Path, automodel: ModuleType) -> None:
+    """Answers agree with a model that shares no code with the project."""
+    outside = automodel.Automodel(model)
+    for ids in (prompt(length, seed=50) for length in (3, 129, 500)):
+        got = server.generate(ids, GENERATED)
+        apart = torch.tensor(got.logprobs) - outside.score(ids, got.tokens).logprobs
+        assert apart.abs().max() <= TOLERANCE, len(ids)
 
 
 @only(ONE)

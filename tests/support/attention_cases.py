@@ -153,15 +153,15 @@ def attend_case(
     )
 
 
-def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMetadata, list[int], AttendCase]:
+def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMetadata, int, AttendCase]:
     """A prefill step of three requests, two of which share their first block, with long and short prefixes and chunks,
-    and of three tokens that only fill it up; the lengths after it; and one layer's `attend`.
+    and of three tokens that only fill it up; the blocks of the requests after it; and one layer's `attend`.
     """
     g = torch.Generator().manual_seed(ratio)
     prefix, chunk, top, padding = torch.tensor([130, 0, 128]), torch.tensor([30, 7, 1]), 8, 3
     pages = torch.tensor([[0, 0], [5, 2], [7, 0], [5, 3]], dtype=torch.int32)
     positions = torch.cat([*(torch.arange(p, p + n) for p, n in zip(prefix, chunk)), torch.zeros(padding).long()])
-    tokens, lengths = len(positions), [*(prefix + chunk).tolist(), padding]
+    tokens, lengths = len(positions), prefix + chunk
     step = build_prefill(
         req_pool_indices=torch.arange(1, 4),
         prefix_lens=prefix,
@@ -173,7 +173,7 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         staging_slots=None,
         snapshot_lens=None,
         limits=v4_limits(top),
-        max_length=max(lengths),
+        max_length=int(lengths.max()),
         padding=padding,
     )
     entries = entry_indices = entry_lens = entry_owner = None
@@ -201,7 +201,7 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         entry_owner=entry_owner,
         ratio=ratio,
     )
-    return step, lengths, case
+    return step, int((-(-lengths // 128)).sum()), case
 
 
 def assert_attends(out: Tensor, case: AttendCase, bound: float) -> None:

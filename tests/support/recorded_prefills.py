@@ -2,8 +2,8 @@
 
 Each step makes the calls of SGLang's runner of breakable graphs: the backend's capture once per size, the preparation
 of the replay, and the model's forward pass on inputs padded to the size. As on a GPU, steps with too many tokens or
-requests run eagerly. The plugin's file `sizes` has the graph sizes. The file `steps` receives one line per step: size,
-tokens and requests.
+requests run eagerly. Graphs of at least SHORT_FORM_TOKENS tokens have a short form. The plugin's file `sizes` has the
+graph sizes. The file `steps` receives one line per step: size, tokens and requests.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from typing import Any
 
 from support.server_plugin import folder
 
+# Fewer than on a GPU.
+SHORT_FORM_TOKENS = 100
+
 
 @functools.cache
 def _sizes() -> list[int]:
+    """Return the sizes of the graphs, and make graphs of fewer tokens have a short form."""
+    from dsv4_sglang.srt.attention import prefill_recorder
+
+    prefill_recorder.SHORT_FORM_TOKENS = SHORT_FORM_TOKENS
     return json.loads((folder() / "sizes").read_text())
 
 

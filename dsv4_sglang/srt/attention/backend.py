@@ -18,6 +18,7 @@ from dsv4_sglang.cache.append import LayerWeights, Projections
 from dsv4_sglang.cache.layer_spec import entry_limits
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
+from dsv4_sglang.srt.attention.layer_arrivals import LayerArrivals
 from dsv4_sglang.srt.attention.layer_ops import LayerInputs, make_layers, make_scratch
 from dsv4_sglang.srt.attention.prefill_recorder import PrefillRecorder
 from dsv4_sglang.srt.attention.snapshot_writer import SlotCopies, SnapshotWriter, StagedSnapshots
@@ -83,9 +84,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.layers = make_layers(self.state, blocks, self.heads, self.scratch)
         staging_slots = range(live.size + 1, live.size + 1 + live.staging)
         slots = getattr(runner.req_to_token_pool, "mamba_ckpt_pool", None)
+        has_host_cache = runner.server_args.enable_hierarchical_cache and not self.is_draft
+        self.arrivals = LayerArrivals(
+            self.token_to_kv_pool, len(self.specs), self.scratch.device, has_host_cache=has_host_cache
+        )
         self.snapshots = SnapshotWriter(self.state, staging_slots, None if slots is None else slots.timer)
+        has_short_forms = get_parallel().attn_dp_size == 1
         self.recorder = PrefillRecorder(
-            self.max_blocks, staging_slots, self.limits, self.scratch, self.layers.padded_heads
+            self.max_blocks, staging_slots, self.limits, self.layers, has_short_forms=has_short_forms
         )
 
     # Metadata of a step
@@ -93,7 +99,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = self._make_buffers(max_bs, max_num_tokens // max_bs)
         self._verify_mask = make_verify_mask(self, requests=max_bs)
-        self.scratch.reserve(max_num_tokens, self.layers.padded_heads, max_num_tokens, self._graph_buffers.block_table)
+        scores = max_num_tokens * self.scratch.score_width(self._graph_buffers.block_table)
+        self.scratch.reserve(max_num_tokens, self.layers.padded_heads, scores)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -155,7 +162,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             max_length=max(lengths),
             padding=padding,
         )
-        self.layers.begin_step(self.metadata, [*lengths, padding] if padding else lengths)
+        self.layers.begin_step(self.metadata, sum(-(-length // BLOCK_TOKENS) for length in lengths))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Build the metadata of a step that is no prefill. A CUDA graph records this before the layers."""
@@ -215,17 +222,16 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             return
         assert self.metadata is not None
         self.snapshots.staged = self.recorder.build(self.metadata)
-        self.layers.begin_step(self.metadata, recorded=True)
 
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
         self, capture_metadata: StepMetadata, forward_batch: Any, *, static_forward_batch: Any = None
     ) -> None:
-        """Prepare the replay of a recorded prefill step. The graph cannot wait for single layers of a load from the
-        host cache, so the step waits here for all of them."""
+        """Prepare the replay of a recorded prefill step."""
         staged = self.snapshots.stage(self.take_prefill_plan(), forward_batch.req_pool_indices.shape[0])
         self.recorder.replay(prefill_inputs(forward_batch, self.req_to_token_pool, staged), self.snapshots.staged)
-        self.metadata = capture_metadata
-        self.token_to_kv_pool.wait_for_layer(self.last_layer)
+        lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        self.metadata = self.recorder.choose_form(capture_metadata, *lens)
+        self.arrivals.expect()
 
     # Snapshots of verify steps
 
@@ -316,8 +322,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
         step, number, window = self.step_of_tokens(q), layer.layer_id, None
         if not step.is_decode:
-            if not self.recorder.active:
-                self.token_to_kv_pool.wait_for_layer(number)
+            self.arrivals.wait(number, recorded=self.recorder.active)
             window = self.scratch.window(step.window_size)
         projections = Projections(k.flatten(1), inputs.kv_score, inputs.index_kv_score)
         self.layers.append(number, inputs.weights, projections, step, window, inputs.keys_of)

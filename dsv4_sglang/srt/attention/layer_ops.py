@@ -136,16 +136,17 @@ class LayerOps:
         # Maximum size of the index scores that the current prefill step computes at a time.
         self.score_bytes = SCRATCH_BYTES
 
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None = None, *, recorded: bool = False) -> None:
+    def begin_step(self, step: StepMetadata, most_blocks: int | None = None, *, recorded: bool = False) -> None:
         """Prepare for the layers of a step.
 
         Args:
             step: metadata of the step.
-            lengths: tokens of each request after an eager prefill step, None in other steps.
+            most_blocks: upper bound of the number of blocks of all requests after a prefill step, None in other steps
+                and if there is no such bound.
             recorded: the step is a prefill step in a CUDA graph.
         """
-        self.score_bytes = RECORDED_SCRATCH_BYTES if recorded else SCRATCH_BYTES
-        self.kernel = next(kernel for kernel in self.kernels if kernel.begin_step(step, lengths))
+        self.score_bytes, self.scratch.recorded = RECORDED_SCRATCH_BYTES if recorded else SCRATCH_BYTES, recorded
+        self.kernel = next(kernel for kernel in self.kernels if kernel.begin_step(step, most_blocks))
 
     @property
     def padded_heads(self) -> int:

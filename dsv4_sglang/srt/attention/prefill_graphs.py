@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dsv4_sglang.srt.sglang.flags import current_flags, given_graph_settings, note_given_graph_setting, set_flags
+from dsv4_sglang.srt.sglang.graphs import attention_backend
 
 PHASE, BACKEND = "prefill", "breakable"
 # Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of
 # at least half its tokens, so sizes may at most double. The time of a large step is proportional to its size, so large
-# sizes fit frequent steps: 1,000 new tokens after a hit, and eight hits of 200. At V4-Flash's widths a first start
-# compiles 30 s for each size (docs/guides/first_start.md). A graph takes 10 MB (benchmarks/configs/flashshape).
-SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1088, 1664, 2048)
+# sizes fit frequent steps. A hit computes its new tokens and up to 127 tokens after its snapshot: 1,088 is for 1,000
+# new tokens, 1,664 and 1,920 are for seven and eight hits of 200. At V4-Flash's widths a first start compiles 30 s for
+# each size (docs/guides/first_start.md). A graph takes 10 MB (benchmarks/configs/flashshape).
+SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 640, 1088, 1664, 1920)
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MAX_RECORDED_REQUESTS = 32
 
@@ -92,3 +95,29 @@ def fits(original: Callable[..., bool], runner: Any, *, batch_size: int, **step:
     """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the batch has at most MAX_RECORDED_REQUESTS
     requests."""
     return batch_size <= MAX_RECORDED_REQUESTS and original(runner, batch_size=batch_size, **step)
+
+
+def record_forms(
+    original: Callable[..., None], graphs: Any, shape_key: Any, forward_fn: Callable[[], Any], *rest: Any, **named: Any
+) -> None:
+    """AROUND `BreakableCudaGraphBackend.capture_one`, which records a step: also record the short form of a large one
+    (`PrefillRecorder`)."""
+    original(graphs, shape_key, forward_fn, *rest, **named)
+    backend = attention_backend(graphs)
+    form = backend.recorder.short_form(shape_key.size)
+    if form is not None:
+        backend.metadata = backend.recorder.take_form(backend.metadata, form)
+        original(graphs, short_key(shape_key), forward_fn, *rest, **named)
+
+
+def replay_form(
+    original: Callable[..., Any], graphs: Any, shape_key: Any, static_forward_batch: Any, **named: Any
+) -> Any:
+    """AROUND `BreakableCudaGraphBackend.replay`: replay the form that the backend has chosen for the batch."""
+    is_short = attention_backend(graphs).recorder.form is not None
+    return original(graphs, short_key(shape_key) if is_short else shape_key, static_forward_batch, **named)
+
+
+def short_key(shape_key: Any) -> Any:
+    """Return SGLang's key of the short form of a recorded step."""
+    return replace(shape_key, attention_variant="short")

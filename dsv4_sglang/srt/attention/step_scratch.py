@@ -9,8 +9,7 @@ from dsv4_sglang.formats import KVFormat, make_kv_buffers
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 
-# Bytes of index scores that a prefill step computes at a time: in an eager step, and in a CUDA graph. A token in a CUDA
-# graph has a score for every entry of the longest context.
+# Bytes of index scores that a prefill step computes at a time: in an eager step, and in a CUDA graph.
 SCRATCH_BYTES = 256 << 20
 RECORDED_SCRATCH_BYTES = 128 << 20
 
@@ -45,6 +44,8 @@ class StepScratch:
         self.device, self.dtype = torch.device(device), dtype
         self.top_k, self.window_format = top_k, window_format
         self.candidate_blocks, self.scored_per_block = candidate_blocks, scored_per_block
+        # True in a recorded prefill step, which must not use scratch that may be freed.
+        self.recorded = False
         self._reserved: dict[str, list[Tensor]] = {}
         self._growing: dict[str, Tensor] = {}
         self._window: Tensor | None = None
@@ -52,21 +53,20 @@ class StepScratch:
 
     # Memory of recorded steps
 
-    def reserve(self, tokens: int, padded_heads: int, scored_tokens: int, block_table: Tensor) -> None:
+    def reserve(self, tokens: int, padded_heads: int, scores: int) -> None:
         """Allocate the scratch of recorded steps, except for their window workspace.
 
         Args:
             tokens: maximum number of tokens of a step.
             padded_heads: heads of a query buffer with padding heads; 0 if the queries have none.
-            scored_tokens: tokens whose index scores are computed at once.
-            block_table: block table of the steps, for the width of the scores.
+            scores: maximum number of index scores that are computed at once.
         """
         if padded_heads:
             self._reserve("query", tokens * padded_heads * ENTRY_DIM, self.dtype)
         if self.top_k:
             self._reserve("indices", tokens * self.top_k, torch.int32)
             self._reserve("candidates", tokens * self.candidate_blocks, torch.int32)
-            self._reserve("scores", scored_tokens * self.score_width(block_table), torch.float32)
+            self._reserve("scores", scores, torch.float32)
 
     def reserve_window(self, entries: int) -> None:
         """Allocate the window workspace of recorded prefill steps."""
@@ -117,9 +117,11 @@ class StepScratch:
         zero.
         """
         needed = rows * columns
-        for scratch in (*self._reserved.get(name, ()), self._growing.get(name)):
+        for scratch in (*self._reserved.get(name, ()), None if self.recorded else self._growing.get(name)):
             if scratch is not None and scratch.numel() >= needed:
                 return scratch[:needed].view(rows, columns)
+        if self.recorded:
+            raise RuntimeError(f"scratch {name} of a recorded step: {rows} x {columns} elements were not reserved")
         self._growing[name] = torch.zeros(needed, dtype=dtype, device=self.device)
         return self._growing[name].view(rows, columns)
 

@@ -68,6 +68,22 @@ def is_mla(original: Callable[..., bool], target_kv_pool: Any) -> bool:
     return isinstance(target_kv_pool, (CacheKVPool, CompressedKVPool)) or original(target_kv_pool)
 
 
+def without_draft_pool(original: Callable[[Any], Any], queue: Any) -> Any:
+    """AROUND `_init_kv_manager` of SGLang's queues on both servers, which collects the buffers to transfer: leave out
+    those of the draft model. It shares the pool of the model, and its window rings are part of a slot."""
+    queue.draft_token_to_kv_pool = None
+    return original(queue)
+
+
+def require_distinct_buffers(args: Any) -> None:
+    """Raise RuntimeError if a buffer occurs more than once among those that a server transfers, in its KVArgs."""
+    buffers = [*args.kv_data_ptrs, *chain.from_iterable(args.state_data_ptrs)]
+    if len(set(buffers)) < len(buffers):
+        raise RuntimeError(
+            f"dsv4_sglang cannot serve: only {len(set(buffers))} of {len(buffers)} buffers to transfer are distinct"
+        )
+
+
 def reject_other_caches(original: Callable[..., bool], manager: Any, bootstrap_addr: str) -> bool:
     """AROUND `CommonKVManager.try_ensure_parallel_info`, the first contact of a decode server with a prefill server.
 

@@ -324,6 +324,11 @@ class CacheKVPool(HybridLinearKVPool):
         """Return the layer of each of the blocks' buffers."""
         return [layer for layer, _ in self.full_kv_pool.layer_views()]
 
+    @property
+    def is_loading(self) -> bool:
+        """True if the current step waits for a load from the host cache."""
+        return self.layer_transfer_counter is not None and self.layer_transfer_counter.consumer_index >= 0
+
     def wait_for_layer(self, layer: int) -> None:
         """Let the current stream wait until a layer is loaded from the host cache, if there is one."""
         if self.layer_transfer_counter is not None:

@@ -24,6 +24,7 @@ from dsv4_sglang.srt.sglang import targets
 SRT = "sglang.srt."
 _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _PREFILL_GRAPHS = SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
+_BREAKABLE_GRAPHS = SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."
 _DECODE_GRAPHS = SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 # Hooks by reason: target -> function.
 Table = dict[str, dict[str, Callable[..., Any]]]
@@ -63,6 +64,10 @@ ALWAYS: Table = {
     },
     "a recorded prefill step has a fixed maximum number of requests; larger batches run eagerly": {
         _PREFILL_GRAPHS + "can_replay_locally": prefill_graphs.fits
+    },
+    "a recorded step costs what its longest context costs, so large prefill steps are recorded for short ones too": {
+        _BREAKABLE_GRAPHS + "capture_one": prefill_graphs.record_forms,
+        _BREAKABLE_GRAPHS + "replay": prefill_graphs.replay_form,
     },
     "short prompts beyond the largest prefill graph wait for the next step; SGLang's would run eagerly": {
         SRT + "managers.schedule_policy.PrefillAdder.add_one_req": prefill_graphs.add_within_graph
@@ -167,6 +172,10 @@ ALWAYS: Table = {
     },
     "an entry is key and value at once; SGLang would take half of the buffers as keys and the others as values": {
         SRT + "disaggregation.utils.is_mla_backend": disaggregation.is_mla
+    },
+    "a draft model has no blocks of its own; SGLang would transfer those of the model twice, and NIXL rejects that": {
+        targets.BUFFERS_TO_SEND: disaggregation.without_draft_pool,
+        targets.BUFFERS_TO_RECEIVE: disaggregation.without_draft_pool,
     },
     "if the caches differ, only the affected requests must fail, not the decode server": {
         SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info": disaggregation.reject_other_caches

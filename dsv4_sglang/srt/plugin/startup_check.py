@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
+from dsv4_sglang.srt.features import disaggregation
 from dsv4_sglang.srt.launch.error import ending_with_the_reason
 from dsv4_sglang.srt.plugin import sglang_contract, start_progress
 from dsv4_sglang.srt.plugin.overrides import OVERRIDES
@@ -39,6 +40,14 @@ def check_started(scheduler: Any) -> None:
     ]
     if wrong:
         raise RuntimeError("dsv4_sglang cannot serve: " + release.version_note() + ".\n" + "\n".join(wrong))
+    _require_single_transfers(scheduler)
+
+
+def _require_single_transfers(scheduler: Any) -> None:
+    """Raise RuntimeError if a server of disaggregated serving would transfer a buffer more than once."""
+    for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        if (queue := getattr(scheduler, name, None)) is not None:
+            disaggregation.require_distinct_buffers(queue.kv_manager.kv_args)
 
 
 # Description, object and expected class.
@@ -48,13 +57,12 @@ Expected = Iterator[tuple[str, object, type]]
 def _pools(scheduler: Any) -> Expected:
     from sglang.srt.disaggregation.utils import DisaggregationMode
 
-    from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
     from dsv4_sglang.srt.memory.pools import CacheKVPool, StateReqToTokenPool, StateSlotPool
 
     runner = scheduler.tp_worker.model_runner
     decodes_only = scheduler.disaggregation_mode is DisaggregationMode.DECODE
     requests = runner.req_to_token_pool
-    yield "request pool", requests, DecodeStateReqToTokenPool if decodes_only else StateReqToTokenPool
+    yield "request pool", requests, disaggregation.DecodeStateReqToTokenPool if decodes_only else StateReqToTokenPool
     yield "state pool", getattr(requests, "mamba_pool", None), StateSlotPool
     yield "KV pool", runner.token_to_kv_pool, CacheKVPool
 
