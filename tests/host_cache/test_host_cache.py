@@ -141,16 +141,15 @@ def test_hints_disturb_no_step(monkeypatch: pytest.MonkeyPatch, policy: str) -> 
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_hundred_thousand_operations_with_late_copies(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str
-) -> None:
-    """Random operations of OPERATIONS in 42,000 scheduler iterations times TIMES, a third of them with each policy.
+def test_many_operations_with_late_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str) -> None:
+    """50,000 random operations of OPERATIONS in 21,000 scheduler iterations, a third of them with each policy. All
+    numbers are multiplied by TIMES.
 
     The hosts are small and large. In a third of the seeds transfers fail and stall, and a fifth have a storage.
     """
     done: Counter[str] = Counter()
     from_storage = 0
-    for seed in range(40 * TIMES):
+    for seed in range(20 * TIMES):
         with monkeypatch.context() as patch:
             sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_snapshots": 4 + 7 * (seed % 8)}
             more: dict[str, Any] = {"flushes": 0.01}
@@ -167,7 +166,7 @@ def test_a_hundred_thousand_operations_with_late_copies(
             done += server.done
             from_storage += server.component.metrics.total("hit_tokens", "storage")
     assert from_storage > 0 and set(done) == set(OPERATIONS)
-    assert done.total() >= 33_334 * TIMES, done
+    assert done.total() >= 16_667 * TIMES, done
 
 
 @pytest.mark.parametrize("wait", ["start_writing", "start_loading", "the snapshot", "a layer"])

@@ -107,7 +107,7 @@ def test_one_process_reads_stored_pages(tmp_path: Path, policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_operations_with_late_copies(tmp_path: Path, policy: str) -> None:
     """Small and large hosts; every fourth run has a storage."""
-    for seed in range(10, 10 + 12 * TIMES):
+    for seed in range(8, 8 + 6 * TIMES):
         sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_snapshots": 4 + 7 * (seed % 8)}
         more: dict[str, Any] = {"policy": policy, "flushes": 0.02, "aborts": 0.04}
         with pytest.MonkeyPatch.context() as patch:

@@ -73,6 +73,8 @@ class Oracle:
         self.model.to(device).eval()
         self.device = device
         self._keys: KeyFormat = "fp32"
+        # Scores by their arguments. Servers answer the same prompts warm and cold, alone and together.
+        self._scores: dict[Any, Score] = {}
         for module in self.model.modules():
             if isinstance(module, hf.DeepseekV4IndexerScorer):
                 module.register_forward_pre_hook(self._quantise_keys)
@@ -133,7 +135,11 @@ class Oracle:
             generated: token ids after the prompt.
             rows, keys, chunk: as in `logits`.
         """
-        return score_of(self.logits([*prompt, *generated][:-1], rows, keys, chunk)[len(prompt) - 1 :], generated)
+        asked = (tuple(prompt), tuple(generated), rows, keys, chunk)
+        if asked not in self._scores:
+            logits = self.logits([*prompt, *generated][:-1], rows, keys, chunk)
+            self._scores[asked] = score_of(logits[len(prompt) - 1 :], generated)
+        return self._scores[asked]
 
     @torch.no_grad()
     def selection_gap(self, ids: Sequence[int], rows: KVFormat = "fp32", keys: KeyFormat = "fp32") -> torch.Tensor:

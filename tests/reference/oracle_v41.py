@@ -34,6 +34,7 @@ class OracleV41:
     def __init__(self, folder: str | Path) -> None:
         self.config = json.loads((Path(folder) / "config.json").read_text())["text_config"]
         self.weights = {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
+        self._scores: dict[Any, Score] = {}  # by the arguments, as in `Oracle`
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> Tensor:
@@ -45,7 +46,11 @@ class OracleV41:
 
     def score(self, prompt: Sequence[int], generated: Sequence[int], chunk: int | None = None) -> Score:
         """Return the teacher-forced score of every token of `generated`."""
-        return score_of(self.logits([*prompt, *generated][:-1], chunk)[len(prompt) - 1 :], generated)
+        asked = (tuple(prompt), tuple(generated), chunk)
+        if asked not in self._scores:
+            logits = self.logits([*prompt, *generated][:-1], chunk)
+            self._scores[asked] = score_of(logits[len(prompt) - 1 :], generated)
+        return self._scores[asked]
 
 
 class _Forward:

@@ -357,7 +357,7 @@ def test_a_tool_is_called(server: Server) -> None:
     body = {"model": "x", "messages": [{"role": "user", "content": "paint"}], "tools": [tool], "max_tokens": 200}
     status, text = ask(server, {**body, "tool_choice": "required", "temperature": 0}, "/v1/chat/completions")
     assert status == 200, text
-    (call,) = json.loads(text)["choices"][0]["message"]["tool_calls"]
+    call = json.loads(text)["choices"][0]["message"]["tool_calls"][0]  # random weights may call it again
     assert call["function"]["name"] == "paint"
     # The grammar of a tag allows white space after a value.
     arguments = json.loads(call["function"]["arguments"])

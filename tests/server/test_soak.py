@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import soak
+from support import server_forkserver
 from support.server_plugin import broken
 
+from benchmarks import servers
 from benchmarks.environment import COMMIT_VARIABLE
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.slow]
@@ -20,6 +22,7 @@ def test_pieces_go_on_and_find_faults(
     """The second piece hits the pages of the first, and finds that the host loads wrong rows. The third finds that the
     pages are missing. Neither leaves a line."""
     monkeypatch.setenv(COMMIT_VARIABLE, "of the test")  # a piece does not expect the pages of another commit
+    monkeypatch.setattr(servers, "start", lambda command, out: server_forkserver.start(command, Path(out.name)))
     folder, out = tmp_path / "soak", tmp_path / "soak.jsonl"
     arguments = ["--folder", str(folder), "--seconds", "10", "--out", str(out)]
     assert soak.main(arguments) == 0, capsys.readouterr().out

@@ -1,6 +1,6 @@
 """`--tokenizer-worker-num`: every tokenizer worker validates requests, and all exit with the scheduler.
 
-The server has no prefix cache, and its model has as many heads as the released one. Other servers use 16.
+The server has no prefix cache, and its model has as many heads as the released one. Other servers use 8.
 """
 
 from __future__ import annotations

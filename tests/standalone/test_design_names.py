@@ -1,5 +1,5 @@
 """The library by the names of the design: `dsv4.model.X` is `dsv4_sglang.model.X`, `dsv4.cache.X` is
-`dsv4_sglang.standalone.X` (docs/design/standalone.md has the table)."""
+`dsv4_sglang.standalone.X` (docs/design/standalone.md lists them)."""
 
 import dataclasses
 

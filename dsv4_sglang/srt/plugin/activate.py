@@ -18,7 +18,7 @@ from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.plugin import sglang_contract
 from dsv4_sglang.srt.plugin.hooks import hooks_of
 from dsv4_sglang.srt.plugin.server_context import ARCHITECTURE, BACKEND, PREFIX_CACHE, ServerContext
-from dsv4_sglang.srt.sglang import release, targets
+from dsv4_sglang.srt.sglang import hook_application, release
 from dsv4_sglang.srt.sglang.models import config_class
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,10 @@ def _apply(hooks: tuple[sglang_contract.Hook, ...]) -> None:
     level = sglangs_log.level
     sglangs_log.setLevel(logging.WARNING)  # one line per hook and process would hide the rest of the log
     try:
-        HookRegistry.apply_hooks()
+        hook_application.apply_hooks()
     finally:
         sglangs_log.setLevel(level)
-    missing = [hook for hook in hooks if hook.target not in targets.applied_hooks()]
+    missing = [hook for hook in hooks if hook.target not in hook_application.applied_hooks()]
     if missing:
         raise LaunchError(*(f"cannot hook {hook.target}: {hook.reason} ({release.version_note()})" for hook in missing))
 

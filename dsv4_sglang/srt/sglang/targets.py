@@ -27,10 +27,3 @@ BUFFERS_TO_SEND = _DISAGGREGATION + "prefill.PrefillBootstrapQueue._init_kv_mana
 BUFFERS_TO_RECEIVE = _DISAGGREGATION + "decode.DecodePreallocQueue._init_kv_manager"
 LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
-
-
-def applied_hooks() -> set[str]:
-    """Return the targets that SGLang has hooked. It only logs a hook that fails."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    return HookRegistry._patched
