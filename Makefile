@@ -2,14 +2,14 @@
 #               keep serving
 # make demo     the same on a free port, then stop the server
 # make test     set up, format and lint checks, types, the tests that matter most (not marked `full`)
+# make test-all make test, then make test-rest
 # make test-rest   the tests that make test leaves out
-# make test-all    the checks and tests of both, in one run
 # make bench    the benchmarks
 # make check-recipes   resolve both recipes of `make setup` for a fresh machine, without installing anything
 # make docs     build docs/ as a site in build/site, in the environment .venv-docs; broken links are errors
 # make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/reference/release.md), SBOM; tried
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
-# MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test, test-rest and test-all).
+# MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test and test-rest).
 
 VENV ?= .venv
 MODEL ?= .cache/tiny
@@ -42,8 +42,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 # Keep freed memory in the process: returning it would make the system clear every page again, a tenth of the time.
-test test-rest test-all: export MALLOC_TRIM_THRESHOLD_ = 1073741824
-test test-rest test-all: export MALLOC_MMAP_THRESHOLD_ = 1073741824
+test test-rest: export MALLOC_TRIM_THRESHOLD_ = 1073741824
+test test-rest: export MALLOC_MMAP_THRESHOLD_ = 1073741824
 # Two processes. A file is not split, because its tests share servers.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
@@ -53,8 +53,8 @@ test: lint
 test-rest: $(STAMP)
 	$(PYTEST) -m full $(ARGS)
 
-test-all: lint
-	$(PYTEST) $(ARGS)
+test-all: test
+	$(MAKE) test-rest
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)
