@@ -19,7 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from support.host_cache import HostCacheServer
 from support.prefix_tree import BLOCK, without_a_server
 from support.segments import VARIABLE, end, new_folder
@@ -31,6 +33,7 @@ from dsv4_sglang.srt.host_cache import storage as storage_module
 from dsv4_sglang.srt.host_cache.folder import USED, stored_files
 from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host_cache.storage import FileStorage
+from dsv4_sglang.srt.host_cache.transfers import TransferController, remaining_blocks
 
 ALSO_SHM = pytest.mark.parametrize(
     "storage", ["file", "nixl", pytest.param("shm", marks=pytest.mark.full)], indirect=True
@@ -288,6 +291,24 @@ def test_a_flush_waits_for_the_thread_that_reads(monkeypatch: pytest.MonkeyPatch
         before = list(read)
         flushed.set()
         assert before and before == read
+
+
+def test_end_of_a_fetch_frees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled fetch whose blocks are complete holds its snapshot, although another complete one ends."""
+    monkeypatch.setattr(HybridCacheController, "append_host_mem_release", lambda *_: None)
+    controller = object.__new__(TransferController)
+    one, other = (
+        SimpleNamespace(host_indices=torch.arange(3 * BLOCK), completed_tokens=3 * BLOCK, pool_transfers=[])
+        for _ in range(2)
+    )
+    controller.cancelled_fetches = [one]
+    for extra_pools in (None, other.pool_transfers):
+        controller.append_host_mem_release(remaining_blocks(other), extra_pools)
+        assert controller.cancelled_fetches == [one]
+    controller.append_host_mem_release(one.host_indices[: one.completed_tokens])
+    assert controller.cancelled_fetches == [one]
+    controller.append_host_mem_release(remaining_blocks(one))
+    assert controller.cancelled_fetches == []
 
 
 @ALSO_SHM

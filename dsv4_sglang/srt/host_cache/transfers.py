@@ -121,7 +121,7 @@ class TransferController(HybridCacheController):
             operation
             for operation in self.cancelled_fetches
             if extra_pools is not operation.pool_transfers
-            and (host_indices is None or not torch.equal(host_indices, remaining_blocks(operation)))
+            and (host_indices is None or not is_rest_of(operation, host_indices))
         ]
         super().append_host_mem_release(host_indices, extra_pools)
 
@@ -174,6 +174,13 @@ def remaining_blocks(operation: Any) -> Tensor:
     """Return the host indices of the blocks that a cancelled fetch has not loaded. Its thread may still write them."""
     rest: Tensor = operation.host_indices[operation.completed_tokens :]
     return rest
+
+
+def is_rest_of(operation: Any, host_indices: Tensor) -> bool:
+    """Return True if these are the remaining blocks of a cancelled fetch. Those of another one may be none, too."""
+    rest = remaining_blocks(operation)
+    same = host_indices.untyped_storage().data_ptr() == rest.untyped_storage().data_ptr()
+    return same and torch.equal(host_indices, rest)
 
 
 class HostStack(StackStrategy):
