@@ -69,6 +69,11 @@ class FreeRows:
         self._next = int(rows[-1]) + 1 if count else self._next
         return rows
 
+    def remove(self, rows: np.ndarray) -> None:
+        """Allocate these free rows."""
+        self._free[rows] = False
+        self.available -= len(rows)
+
     def free(self) -> np.ndarray:
         """Return the free rows, int64 [n], ascending."""
         return np.flatnonzero(self._free)

@@ -67,6 +67,7 @@ class HostMemory:
     that still refer to it keep it as pageable memory.
 
     Shared memory has no name in a file system: the system frees it when the last process has ended, in whatever way.
+    With `file` it is the memory of that file, and outlives the processes.
 
     Args:
         nbytes: size in bytes, rounded up to whole pages.
@@ -74,6 +75,8 @@ class HostMemory:
         cpus: with a GPU, CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node. Each
             process allocates its part of shared memory.
         sharing: processes that create the memory together and share it. None: only this one.
+        file: in the first of these processes, the descriptor of a file in memory. It gets this size, and keeps its
+            contents. The caller closes it. None: new memory.
 
     Raises:
         RuntimeError: the system does not provide or pin this much memory. With `sharing`, in all processes.
@@ -85,16 +88,17 @@ class HostMemory:
         device: torch.device,
         cpus: Collection[int] | None = None,
         sharing: HostSharing | None = None,
+        file: int | None = None,
     ) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         sharing = sharing or HostSharing()
         near = () if device.type != "cuda" else cpus_near(device) if cpus is None else cpus
         with running_on(near):
-            if sharing.size == 1:
+            if sharing.size == 1 and file is None:
                 with sharing.agreed():
                     self.bytes = _pages(self.nbytes)
             else:
-                self.bytes = _shared_pages(self.nbytes, sharing)
+                self.bytes = _shared_pages(self.nbytes, sharing, file)
             if device.type != "cuda":
                 return
             with sharing.agreed():
@@ -115,11 +119,12 @@ def _pages(nbytes: int) -> Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
 
-def _shared_pages(nbytes: int, sharing: HostSharing) -> Tensor:
+def _shared_pages(nbytes: int, sharing: HostSharing, named: int | None) -> Tensor:
     """Return memory as `_pages` does, the same in all processes of `sharing`.
 
-    The first process creates a file without a name, which the others open through its descriptor. Each allocates its
-    stripes: unlike a first access, this reports a lack of memory instead of ending the process.
+    The first process creates a file without a name, unless it has the file `named`. The others open it through its
+    descriptor. Each allocates its stripes: unlike a first access, this reports a lack of memory instead of ending the
+    process.
     """
     with contextlib.ExitStack() as files:
 
@@ -129,7 +134,11 @@ def _shared_pages(nbytes: int, sharing: HostSharing) -> Tensor:
 
         file = -1
         with sharing.agreed():
-            if sharing.leads:
+            if named is not None:
+                _require_available(nbytes - min(nbytes, allocated_bytes(named)))
+                with _naming(nbytes):
+                    os.ftruncate(file := named, nbytes)
+            elif sharing.leads:
                 _require_available(nbytes)
                 with _naming(nbytes):
                     file = keep(os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -145,6 +154,11 @@ def _shared_pages(nbytes: int, sharing: HostSharing) -> Tensor:
         with sharing.agreed(), _naming(nbytes):
             pages = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def allocated_bytes(file: int) -> int:
+    """Return the bytes of memory or disk that a file has."""
+    return os.fstat(file).st_blocks * 512
 
 
 def _open_shared(process: int, number: int, nbytes: int) -> int:

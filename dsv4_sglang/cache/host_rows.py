@@ -41,6 +41,7 @@ class HostRowBuffer:
         cpus: as in `HostBlockPool`.
         sharing: as in `HostBlockPool`.
         staged: rows of the staging buffer.
+        file: as in `HostMemory`.
 
     Raises:
         ValueError: `count` is below 1.
@@ -57,13 +58,14 @@ class HostRowBuffer:
         cpus: Collection[int] | None,
         sharing: HostSharing | None,
         staged: int,
+        file: int | None,
     ) -> None:
         if count < 1:
             raise ValueError(f"{name} is {count}; expected at least 1")
         self._views, self._offsets = views, offsets
         self.device = views[0][0].device
         self.sharing = sharing or HostSharing()
-        self._memory = HostMemory(count * row_bytes, self.device, cpus, self.sharing)
+        self._memory = HostMemory(count * row_bytes, self.device, cpus, self.sharing, file)
         self.rows = self._memory.bytes[: count * row_bytes].view(count, row_bytes)
         self._staging: Tensor | None = None
         if self.device.type == "cuda":
@@ -131,6 +133,7 @@ class HostBlockPool(HostRowBuffer):
         cpus: CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
         spare: bytes at the end of each row for other users. Rows are then whole pages.
         sharing: processes that create the pool together. They share its memory and agree on what is in which row.
+        file: as in `HostMemory`. The rows keep its contents.
 
     Raises:
         ValueError: `num_blocks` is below 1.
@@ -144,11 +147,12 @@ class HostBlockPool(HostRowBuffer):
         cpus: Collection[int] | None = None,
         spare: int = 0,
         sharing: HostSharing | None = None,
+        file: int | None = None,
     ) -> None:
         views = [pool.block_views() for pool in pools]
         offsets, end = _row_layout(views)
         self.num_blocks, self.block_bytes = num_blocks, host_row_bytes(end, spare)
-        super().__init__("num_blocks", num_blocks, views, offsets, self.block_bytes, cpus, sharing, STAGED_BLOCKS)
+        super().__init__("num_blocks", num_blocks, views, offsets, self.block_bytes, cpus, sharing, STAGED_BLOCKS, file)
 
     def save(self, blocks: Tensor, rows: Tensor) -> None:
         """Copy blocks of all layers to the host, ordered on the current stream.
@@ -225,7 +229,8 @@ class HostSnapshotPool(HostRowBuffer):
     """`num_snapshots` host copies of snapshots, which are numbered from 1.
 
     A row of `rows` [num_snapshots, snapshot_bytes] uint8 holds the rings of all layers, then their CSA compressor
-    states (`StateStorage.snapshot_tables`). It is a multiple of 128 bytes. `spare`, `sharing`: as in `HostBlockPool`.
+    states (`StateStorage.snapshot_tables`). It is a multiple of 128 bytes. `spare`, `sharing`, `file`: as in
+    `HostBlockPool`.
 
     Raises:
         ValueError: `num_snapshots` is below 1.
@@ -239,11 +244,12 @@ class HostSnapshotPool(HostRowBuffer):
         cpus: Collection[int] | None = None,
         spare: int = 0,
         sharing: HostSharing | None = None,
+        file: int | None = None,
     ) -> None:
         tables = storage.snapshot_tables()
         *offsets, end = itertools.accumulate((table.shape[1] for table in tables), initial=0)
         size = host_row_bytes(end, spare)
-        super().__init__("num_snapshots", num_snapshots, [tables], [offsets], size, cpus, sharing, staged=1)
+        super().__init__("num_snapshots", num_snapshots, [tables], [offsets], size, cpus, sharing, 1, file)
         self.num_snapshots, self.snapshot_bytes = self.rows.shape
         # Precomputed on the device, so that a copy needs no transfer of its index.
         self._numbers = torch.arange(len(tables[0]), device=self.device)

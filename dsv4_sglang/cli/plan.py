@@ -145,7 +145,8 @@ def _in_tree(made: Plan) -> str:
 
 def _on_host(made: Plan) -> str:
     copies = f" ({made.replicas} caches of {made.choice.host_gb})" if made.replicas > 1 else ""
-    return f"host cache: {made.host_tokens:,} tokens in {made.host_gb} GB{copies}"
+    kept = "; --hicache-storage-backend shm keeps them for the next start"
+    return f"host cache: {made.host_tokens:,} tokens in {made.host_gb} GB{copies}{kept}"
 
 
 def plan(

@@ -14,8 +14,12 @@ import typer
 if TYPE_CHECKING:
     from dsv4_sglang.srt.host_cache.folder import Cleaning, StoredFile
 
-storage = typer.Typer(help="The pages in a folder of the storages `file` and `nixl`.", no_args_is_help=True)
-FOLDER_VARIABLES = ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"]
+storage = typer.Typer(help="The pages in a folder of the storages `file`, `shm` and `nixl`.", no_args_is_help=True)
+FOLDER_VARIABLES = [
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR",
+    "SGLANG_HICACHE_SHM_BACKEND_STORAGE_DIR",
+]
 Folder = Annotated[
     Path, typer.Argument(help="The folder of the pages.", envvar=FOLDER_VARIABLES, exists=True, file_okay=False)
 ]
@@ -25,7 +29,9 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 @storage.command("ls")
 def ls(folder: Folder) -> None:
-    """List pages by model: weights, state, number of files, bytes, and the times since the oldest and the last use.
+    """List pages by model: weights, state, number of pages, bytes, and the times since the oldest and the last use.
+
+    The bytes of `shm` are those of the host memory that has the pages.
 
     The state is "used" if a server uses the pages. Pages of former weights and formats, and temporary files of killed
     processes, are never read again.
@@ -33,18 +39,18 @@ def ls(folder: Folder) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dsv4_sglang.srt.host_cache.locks import weights_of
-
     by_name = _by_name(_files(folder))
     if not by_name:
         typer.echo(f"{folder} has no pages")
         return
-    table = Table("model", "weights", "state", "files", "bytes", "GB", "oldest use", "last use")
+    table = Table("model", "weights", "state", "pages", "bytes", "GB", "oldest use", "last use")
     for (name, state), files in sorted(by_name.items()):
         size, ages = sum(file.bytes for file in files), [_age(file) for file in files]
-        weights = weights_of(folder, name) or "unknown"
+        weights = next(filter(None, (file.weights for file in files)), "unknown")
         times = _text_of(max(ages)), _text_of(min(ages))
-        table.add_row(name, weights, state, str(len(files)), str(size), f"{size / 1e9:.2f}", *times)
+        table.add_row(
+            name, weights, state, str(sum(file.pages for file in files)), str(size), f"{size / 1e9:.2f}", *times
+        )
     Console(soft_wrap=True, width=240).print(table)
 
 
@@ -59,18 +65,21 @@ def verify(folder: Folder, name: Names = None) -> None:
 
     counts = dict.fromkeys(("sound", "damaged", "unreadable", "left out"), 0)
     for file in _files(folder, name or ()):
-        found = "left out"
-        if file.state not in (FORMER_FORMAT, TEMPORARY):
-            try:
-                found = "sound" if file.is_intact() else "damaged"
-            except FileNotFoundError:  # evicted since the folder was listed
-                continue
-            except OSError as error:
-                found = "unreadable"
-                typer.echo(f"cannot be read: {file.path}: {error.strerror}")
-        if found == "damaged":
-            typer.echo(f"damaged: {file.path}, {file.bytes} bytes")
-        counts[found] += 1
+        if file.state in (FORMER_FORMAT, TEMPORARY):
+            counts["left out"] += 1
+            continue
+        try:
+            damaged = file.damaged()
+        except FileNotFoundError:  # evicted since the folder was listed
+            continue
+        except OSError as error:
+            counts["unreadable"] += 1
+            typer.echo(f"cannot be read: {file.path}: {error.strerror}")
+            continue
+        for page in damaged:
+            typer.echo(f"damaged: {page}")
+        counts["sound"] += file.pages - len(damaged)
+        counts["damaged"] += len(damaged)
     unreadable = f"{counts['unreadable']} cannot be read, " if counts["unreadable"] else ""
     typer.echo(
         f"{counts['sound']} pages are sound, {counts['damaged']} are damaged, {unreadable}"
@@ -93,9 +102,11 @@ def prune(
     Pages of a model that a server uses stay. Exit code 1 if a file could not be removed.
     """
     from dsv4_sglang.srt.host_cache.folder import prune as remove_orphans
+    from dsv4_sglang.srt.host_cache.stored_segments import prune_segments
 
     with _readable(folder):
         done = remove_orphans(folder, name or (), unused_days)
+        done.add(prune_segments(folder, name or (), unused_days))
     _tell(done)
 
 
@@ -110,6 +121,7 @@ def clear(
     Exit code 1 if a file could not be removed.
     """
     from dsv4_sglang.srt.host_cache.folder import clear as remove_unused
+    from dsv4_sglang.srt.host_cache.stored_segments import clear_segments
 
     files = _files(folder, name or ())
     if files and not yes:
@@ -117,6 +129,7 @@ def clear(
         typer.confirm(f"Remove {len(files)} files, {size} bytes, but for those in use?", abort=True)
     with _readable(folder):
         done = remove_unused(folder, name or ())
+        done.add(clear_segments(folder, name or ()))
     _tell(done)
 
 
@@ -148,9 +161,10 @@ def _readable(folder: Path) -> Iterator[None]:
 
 def _files(folder: Path, names: Sequence[str] = ()) -> list[StoredFile]:
     from dsv4_sglang.srt.host_cache.folder import stored_files
+    from dsv4_sglang.srt.host_cache.stored_segments import stored_segments
 
     with _readable(folder):
-        return list(stored_files(folder, names))
+        return [*stored_files(folder, names), *stored_segments(folder, names)]
 
 
 def _age(file: StoredFile) -> float:

@@ -261,6 +261,23 @@ def two_gpus() -> None:
 
 
 @pytest.mark.gpu
+def test_memory_of_a_file_is_pinned() -> None:
+    """A GPU copies to and from the memory of a file. The next process finds what was copied."""
+    device, nbytes = torch.device("cuda"), 1 << 26
+    file = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR)
+    try:
+        for turn in (1, 2):
+            memory = HostMemory(nbytes, device, file=file)
+            assert memory.bytes.is_pinned() and (memory.bytes == turn - 1).all()
+            memory.bytes.copy_(torch.full([nbytes], turn, dtype=torch.uint8, device=device), non_blocking=True)
+            torch.cuda.synchronize()
+            assert (memory.bytes.to(device, non_blocking=True) == turn).all()
+            del memory
+    finally:
+        os.close(file)
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_loads_what_another_has_saved() -> None:
     """Rows that are written again and again are loaded with their last contents."""

@@ -161,7 +161,7 @@ def test_linked_bucket_is_not_entered(tmp_path: Path, folder: Path) -> None:
     (file,) = stored_files(folder)
     (folder / "ab").rename(tmp_path / "elsewhere")
     (folder / "ab").symlink_to(tmp_path / "elsewhere")
-    for use in (file.remove, file.is_intact):
+    for use in (file.remove, file.damaged):
         with pytest.raises(OSError, match=r"Not a directory|symbolic"):
             use()
     assert (tmp_path / "elsewhere" / PLANTED["page"]).exists()

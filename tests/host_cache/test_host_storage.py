@@ -19,9 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from support.host_cache import HostCacheServer
 from support.prefix_tree import BLOCK, without_a_server
+from support.segments import VARIABLE, end, new_folder
 
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt.features.integrity.audit import audit
@@ -30,7 +33,11 @@ from dsv4_sglang.srt.host_cache import storage as storage_module
 from dsv4_sglang.srt.host_cache.folder import USED, stored_files
 from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host_cache.storage import FileStorage
+from dsv4_sglang.srt.host_cache.transfers import TransferController, remaining_blocks
 
+ALSO_SHM = pytest.mark.parametrize(
+    "storage", ["file", "nixl", pytest.param("shm", marks=pytest.mark.full)], indirect=True
+)
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
 
@@ -42,12 +49,17 @@ def storage(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Path:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Iterator[Path]:
     without_a_server(monkeypatch)
+    if storage == "shm":
+        with new_folder() as folder:
+            monkeypatch.setenv(VARIABLE, str(folder))
+            yield folder
+        return
     where = {"file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"}
     monkeypatch.setenv(where[storage], str(tmp_path / "pages"))
     monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "POSIX")
-    return tmp_path / "pages"
+    yield tmp_path / "pages"
 
 
 Start = Callable[..., AbstractContextManager[HostCacheServer]]
@@ -67,6 +79,7 @@ def serving(storage: str, **options: Any) -> Iterator[HostCacheServer]:
         server.settle()
         server.check()
         server.check_contents()
+        end(server)
 
 
 def pages_in(folder: Path) -> dict[Path, bytes]:
@@ -195,16 +208,23 @@ START = LONG[: 4 * BLOCK + 60]
 
 
 @pytest.fixture
-def late(restarted: Start) -> Start:
+def late(restarted: Start, storage: str, folder: Path) -> Start:
     """Return a function that starts a server whose storage has LONG and whose host has START.
 
     At its end no fetch may hold memory in the host's pools or the tree, or count against later fetches.
     """
-    with restarted() as server:
-        server.serve(LONG)
+
+    def store() -> None:
+        with restarted() as server:
+            server.serve(LONG)
+
+    store()
 
     @contextmanager
     def start(policy: str, **sizes: int) -> Iterator[HostCacheServer]:
+        if storage == "shm":  # its rows are those of the host, which the servers before have used
+            rmtree(folder)
+            store()
         with restarted(late_threads=True, prefetch_policy=policy, **sizes) as server:
             server.cache.prefetch_timeout_base = 1e9
             assert fetched(server, START) == 4 * BLOCK
@@ -273,6 +293,25 @@ def test_a_flush_waits_for_the_thread_that_reads(monkeypatch: pytest.MonkeyPatch
         assert before and before == read
 
 
+def test_end_of_a_fetch_frees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled fetch whose blocks are complete holds its snapshot, although another complete one ends."""
+    monkeypatch.setattr(HybridCacheController, "append_host_mem_release", lambda *_: None)
+    controller = object.__new__(TransferController)
+    one, other = (
+        SimpleNamespace(host_indices=torch.arange(3 * BLOCK), completed_tokens=3 * BLOCK, pool_transfers=[])
+        for _ in range(2)
+    )
+    controller.cancelled_fetches = [one]
+    for extra_pools in (None, other.pool_transfers):
+        controller.append_host_mem_release(remaining_blocks(other), extra_pools)
+        assert controller.cancelled_fetches == [one]
+    controller.append_host_mem_release(one.host_indices[: one.completed_tokens])
+    assert controller.cancelled_fetches == [one]
+    controller.append_host_mem_release(remaining_blocks(one))
+    assert controller.cancelled_fetches == []
+
+
+@ALSO_SHM
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("then", ["others", "flush"])
 def test_fetch_aborted_at_any_point(late: Start, policy: str, then: str) -> None:
@@ -299,6 +338,7 @@ def test_fetch_aborted_at_any_point(late: Start, policy: str, then: str) -> None
     assert parts > 8
 
 
+@ALSO_SHM
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 def test_request_checks_its_fetch_at_any_point(late: Start, policy: str) -> None:
     """best_effort ends the fetch when the request looks for it, timeout after its time, wait_complete when it is

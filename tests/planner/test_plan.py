@@ -546,7 +546,11 @@ def test_the_command_has_every_choice() -> None:
         *("--max-running-requests", "64", "--chunked-prefill-size", "4096", "--mem-fraction-static", "0.9"),
         *("--context-length", "262144", "--hicache-size", "100"),
     )
-    assert re.search(r"^host cache: [\d,]+ tokens in 200 GB \(2 caches of 100\)$", printed, re.MULTILINE)
+    assert re.search(
+        r"^host cache: [\d,]+ tokens in 200 GB \(2 caches of 100\); --\S+ shm keeps them for the next start$",
+        printed,
+        re.MULTILINE,
+    )
     values = command_of(printed)
     assert values["--tp-size"] == "4" and values["--dp-size"] == "2" and "--enable-dp-attention" in values
     assert values["--kv-cache-dtype"] == "bfloat16" and values["--context-length"] == "262144"
@@ -561,7 +565,7 @@ def test_host_tokens_do_not_depend_on_the_processes() -> None:
     """64 GiB hold what docs/guides/host_cache.md says, for two processes and for eight that share them."""
     for count in ("2", "8"):
         printed = invoke("--gpu", "h200", "--count", count, "--model", "flash", "--hicache-size", "69")
-        (tokens,) = re.findall(r"^host cache: ([\d,]+) tokens in 69 GB$", printed, re.MULTILINE)
+        (tokens,) = re.findall(r"^host cache: ([\d,]+) tokens in 69 GB;", printed, re.MULTILINE)
         assert int(tokens.replace(",", "")) // 10**5 == 173, tokens
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
+from support.segments import VARIABLE as SEGMENTS
+from support.segments import new_folder
 
 from dsv4_sglang.srt.attention import prefill_graphs
 from dsv4_sglang.srt.launch.command import CONFIG_FLAG, CPU_FLAGS, OPT_IN_FLAG
@@ -305,7 +307,7 @@ def test_cuda_graphs_of_several_gpus_are_not_released(monkeypatch: pytest.Monkey
     assert rejections(**SAVER) == []
 
 
-@pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
+@pytest.mark.parametrize("storage", ["file", "shm", "nixl", "mooncake"])
 def test_random_weights_need_a_named_folder(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
     variable = f"SGLANG_HICACHE_{storage.upper()}_BACKEND_STORAGE_DIR"
     monkeypatch.delenv(variable, raising=False)
@@ -357,6 +359,43 @@ def test_impossible_host_cache_is_rejected(
     machine(48, "installed", tmp_path)
     reject_for_machine(args)
     assert sorted(path.name for path in tmp_path.iterdir()) == folders
+
+
+def test_shared_memory_is_of_one_machine() -> None:
+    (line,) = rejections(**{**TIER, "hicache_storage_backend": "shm", "nnodes": 2})
+    assert line == (
+        "--hicache-storage-backend shm with --nnodes 2 is not supported: it shares the memory of one machine; give "
+        "file with a folder that all machines share, or mooncake"
+    )
+    assert rejections(**{**TIER, "hicache_storage_backend": "shm"}) == []
+
+
+def test_size_of_shared_memory_is_that_of_the_host_cache() -> None:
+    extra = {"hicache_storage_backend": "shm", "hicache_storage_backend_extra_config": '{"max_size": "2G"}'}
+    assert rejections(**{**TIER, **extra}) == [
+        "--hicache-storage-backend shm with max_size is not supported: it has the size of the host cache; give "
+        "--hicache-size"
+    ]
+
+
+def test_impossible_shared_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of segments without an owner counts as free, and so does none of a folder that is not in memory."""
+    with new_folder() as folder:
+        args = arguments(enable_hierarchical_cache=True, hicache_size=48, hicache_storage_backend="shm")
+        monkeypatch.setenv(SEGMENTS, str(folder))
+        monkeypatch.setattr(flag_validation, "free_bytes", lambda folder: 40 * 10**9)
+        monkeypatch.setattr(flag_validation, "unowned_bytes", lambda folder: 7 * 10**9)
+        line = f"--hicache-size 48: 48 GB, but {folder} has 47 GB of memory left; give at most 47$"
+        with pytest.raises(LaunchError, match=line):
+            reject_for_machine(args)
+        monkeypatch.setattr(flag_validation, "unowned_bytes", lambda folder: 8 * 10**9)
+        reject_for_machine(args)
+        folder.chmod(0o770)
+        with pytest.raises(LaunchError, match=f"{folder} has mode 0770: users other than its owner can write it"):
+            reject_for_machine(args)
+    monkeypatch.setenv(SEGMENTS, "/proc")
+    with pytest.raises(LaunchError, match=f"/proc cannot be written|expected one in memory .tmpfs.: set {SEGMENTS}"):
+        reject_for_machine(args)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ WRITING = {
     "srt/host_cache/folder.py": "stored pages",
     "srt/host_cache/locks.py": "stored pages",
     "srt/host_cache/nixl.py": "stored pages",
+    "srt/host_cache/segment.py": "stored pages",
     "srt/host_cache/storage.py": "stored pages",
     "testing/tiny.py": "dsv4-sglang make-tiny",
     "testing/tokenizer.py": "dsv4-sglang make-tiny",

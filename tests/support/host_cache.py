@@ -140,6 +140,10 @@ def late_storage(monkeypatch: Any, streams: Streams, storage: str) -> None:
         from dsv4_sglang.srt.host_cache.nixl import NixlStorage
 
         ways = [(NixlStorage, "batch_exists_v2"), (NixlStorage, "_xfer_and_wait")]
+    elif storage == "shm":
+        from dsv4_sglang.srt.host_cache.shared_memory import SharedMemoryStorage
+
+        ways = [(SharedMemoryStorage, name) for name in ("batch_exists_v2", "_fetch_row", "_publish")]
     for kind, name in ways:
         original: Callable[..., Any] = getattr(kind, name)
 

@@ -135,6 +135,14 @@ class HostSnapshotComponent(SnapshotComponent):
         self.slots.give_back(slots)
         return None
 
+    def alloc_prefetch_staging(self, num_tokens: int) -> Tensor | None:
+        pool, keys = self.cache.mamba_pool_host, [self.cache.cache_controller.fetched_key]
+        row: Tensor | None = pool.alloc_for(keys)
+        if row is None:
+            self.cache.evict_host(num_tokens, self.component_type)
+            row = pool.alloc_for(keys)
+        return row
+
     def prepare_load_back(self, node_id: int, *, req: Req | None = None) -> PrepareLoadBackResult:
         return Loading(node=node_id)
 

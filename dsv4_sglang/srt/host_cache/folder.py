@@ -27,6 +27,7 @@ from dsv4_sglang.srt.launch.error import LaunchError
 FOLDERS = {
     "file": ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "/tmp/hicache"),
     "nixl": ("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", "/tmp/hicache_storage"),
+    "shm": ("SGLANG_HICACHE_SHM_BACKEND_STORAGE_DIR", f"/dev/shm/dsv4_sglang-{os.geteuid()}"),
 }
 # Version of the page format, for changes that `page_names.page_name` does not hash.
 PAGE_VERSION = 4
@@ -43,11 +44,10 @@ USED, UNUSED = "used", "unused"
 FORMER_WEIGHTS, FORMER_FORMAT, TEMPORARY = "former weights", "former format", "temporary"
 # States of files that no server can read again.
 ORPHANS = (FORMER_WEIGHTS, FORMER_FORMAT, TEMPORARY)
-_PAGE = re.compile(
-    rf"[0-9a-f]{{{KEY_CHARACTERS}}}(?:\.[a-z0-9_]+)?_"
+_NAME = (
     r"(?P<name>.+-dsv4v(?P<version>\d+)-[a-z0-9]+-[a-z0-9]+-(?:[0-9a-f]{32}|[0-9a-f]{16})(?P<update>-[0-9a-f]{16})?)"
-    r"(?P<end>_[a-z0-9_]+|\.bin|)"
 )
+_PAGE = re.compile(rf"[0-9a-f]{{{KEY_CHARACTERS}}}(?:\.[a-z0-9_]+)?_{_NAME}(?P<end>_[a-z0-9_]+|\.bin|)")
 # Name of a file while SGLang writes it.
 _NAMELESS_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
@@ -131,7 +131,8 @@ class StoredFile:
     """A file of a storage.
 
     `folder` is the storage's folder. `name` is the model's page name, empty if the file name does not contain it.
-    `used_at` is in seconds since 1970.
+    `used_at` is in seconds since 1970. `weights` describes the model's weights, empty if the folder does not say it.
+    `pages` is the number of pages in the file.
     """
 
     folder: Path
@@ -140,6 +141,8 @@ class StoredFile:
     state: str
     bytes: int
     used_at: float
+    weights: str
+    pages: int = 1
 
     def remove(self) -> None:
         """Remove the file, if it still exists.
@@ -150,12 +153,22 @@ class StoredFile:
         with suppress(FileNotFoundError), opened_folder(self.folder, self._below) as folder:
             os.unlink(self.path.name, dir_fd=folder)
 
-    def is_intact(self) -> bool:
-        """Return True if a page is a regular file with the checksum that it was stored with. Reads all of it.
+    @property
+    def is_stale(self) -> bool:
+        """True if a file can be removed without loss: no server can read it again, and no process is writing it."""
+        if self.state == TEMPORARY:
+            return time.time() - self.used_at > STALE_SECONDS  # noqa: TID251  (a file outlives a server)
+        return self.state in ORPHANS
+
+    def damaged(self) -> list[str]:
+        """Return the pages whose checksum is wrong, or that are not a regular file. Reads the whole file.
 
         Raises:
             OSError: the file is gone or cannot be read.
         """
+        return [] if self._is_intact() else [f"{self.path}, {self.bytes} bytes"]
+
+    def _is_intact(self) -> bool:
         with opened_folder(self.folder, self._below) as folder:
             if not stat.S_ISREG(status_of(self.path.name, folder=folder).st_mode):
                 return False
@@ -181,7 +194,7 @@ def stored_files(folder: Path, names: Sequence[str] = ()) -> Iterator[StoredFile
     Raises:
         OSError: the folder cannot be read.
     """
-    used: dict[str, bool] = {"": False}
+    used, weights = {"": False}, {"": ""}
     for at, _, files, directory in os.fwalk(folder, onerror=_raise):
         for file in files:
             page = _PAGE.fullmatch(file)
@@ -193,9 +206,9 @@ def stored_files(folder: Path, names: Sequence[str] = ()) -> Iterator[StoredFile
             except OSError:  # another process removed the file
                 continue
             if name not in used:
-                used[name] = locks.in_use(folder, name)
+                used[name], weights[name] = locks.in_use(folder, name), locks.weights_of(folder, name)
             state = _state_of(page, used[name])
-            yield StoredFile(folder, Path(at, file), name, state, status.st_size, status.st_mtime)
+            yield StoredFile(folder, Path(at, file), name, state, status.st_size, status.st_mtime, weights[name])
 
 
 def _raise(error: OSError) -> None:
@@ -210,6 +223,11 @@ def _state_of(page: re.Match[str] | None, used: bool) -> str:
     if int(page["version"]) < PAGE_VERSION:
         return FORMER_FORMAT
     return FORMER_WEIGHTS if page["update"] else UNUSED
+
+
+def state_of_name(name: str, used: bool) -> str:
+    """Return the state of pages with a model's page name. `used`: a process uses them."""
+    return _state_of(re.fullmatch(_NAME, name), used)
 
 
 @dataclass
@@ -234,6 +252,12 @@ class Cleaning:
             except OSError as error:
                 self.failed[file] = error.strerror or str(error)
 
+    def add(self, other: Cleaning) -> None:
+        """Add the result of another folder or of other files."""
+        self.removed += other.removed
+        self.kept += other.kept
+        self.failed |= other.failed
+
 
 def clear(folder: Path, names: Sequence[str] = ()) -> Cleaning:
     """Remove the pages that no server uses.
@@ -244,7 +268,7 @@ def clear(folder: Path, names: Sequence[str] = ()) -> Cleaning:
     """
 
     def unneeded(file: StoredFile) -> bool:
-        return file.state != USED and (file.state != TEMPORARY or is_stale(file))
+        return file.state != USED and (file.state != TEMPORARY or file.is_stale)
 
     files = list(stored_files(folder, names))
     done = _clean(folder, files, unneeded, names)
@@ -252,11 +276,9 @@ def clear(folder: Path, names: Sequence[str] = ()) -> Cleaning:
     return done
 
 
-def is_stale(file: StoredFile) -> bool:
-    """Return True if a file can be removed without loss: no server can read it again, and no process is writing it."""
-    if file.state == TEMPORARY:
-        return time.time() - file.used_at > STALE_SECONDS  # noqa: TID251  (a file outlives a server)
-    return file.state in ORPHANS
+def unused_since(days: float | None) -> float:
+    """Return the time N days ago in seconds since 1970, before all times if `days` is None."""
+    return -float("inf") if days is None else time.time() - 86400 * days  # noqa: TID251  (a file outlives a server)
 
 
 def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = None) -> Cleaning:
@@ -267,10 +289,10 @@ def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = N
         names: also remove unused pages with these model names.
         unused_days: also remove unused pages that were last written or read at least this many days ago.
     """
-    before = -float("inf") if unused_days is None else time.time() - 86400 * unused_days  # noqa: TID251
+    before = unused_since(unused_days)
 
     def unneeded(file: StoredFile) -> bool:
-        return is_stale(file) or (file.state == UNUSED and (file.name in names or file.used_at <= before))
+        return file.is_stale or (file.state == UNUSED and (file.name in names or file.used_at <= before))
 
     return _clean(folder, list(stored_files(folder)), unneeded)
 

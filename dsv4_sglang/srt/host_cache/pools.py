@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,12 @@ from dsv4_sglang.cache.free_list import FreeRows
 from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, page_checksum
+from dsv4_sglang.srt.host_cache.kept_rows import KeptRows
+from dsv4_sglang.srt.host_cache.segment import BLOCKS
+from dsv4_sglang.srt.host_cache.segment import SNAPSHOTS as SNAPSHOT_ROWS
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.host_cache.shared_memory import SharedSegment
 
 # SGLang's name for the pool of snapshots. Every rank would write a pool named MAMBA to a storage, under its own name.
 SNAPSHOTS = PoolName.DEEPSEEK_V4_C4_STATE
@@ -100,10 +106,16 @@ class HostRows(StoredRows):
     Args:
         pool: the memory of the rows.
         page_size: indices per row.
+        shared: segment that has the rows, with the storage `shm`.
+        name: name of the pool in the segment.
     """
 
-    def __init__(self, pool: HostBlockPool | HostSnapshotPool, page_size: int) -> None:
+    def __init__(
+        self, pool: HostBlockPool | HostSnapshotPool, page_size: int, shared: SharedSegment | None, name: str
+    ) -> None:
         self.pool: Any = pool
+        self.shared = shared
+        self._kept = None if shared is None else shared.kept[name]
         self.kv_buffer: Any = (rows := pool.rows)
         self.page_size, self.page_num = page_size, rows.shape[0]
         self.size = self.page_num * page_size
@@ -146,7 +158,9 @@ class HostRows(StoredRows):
 
     @synchronized
     def clear(self) -> None:
-        self._rows = FreeRows(self.page_num)
+        self._rows: FreeRows | KeptRows = FreeRows(self.page_num) if self._kept is None else self._kept
+        if self._kept is not None:
+            self._kept.free_all()
 
     @synchronized
     def available_size(self) -> int:
@@ -155,7 +169,28 @@ class HostRows(StoredRows):
     @synchronized
     def alloc(self, need_size: int) -> Tensor | None:
         assert need_size % self.page_size == 0, f"{need_size} indices; expected whole pages of {self.page_size}"
-        rows = self._rows.take(need_size // self.page_size)
+        return self._indices(self._rows.take(need_size // self.page_size))
+
+    @synchronized
+    def alloc_for(self, keys: Sequence[str]) -> Tensor | None:
+        """Allocate rows for pages that are fetched from a storage: if possible, rows that have them. See `alloc`."""
+        if self._kept is None:
+            return self._indices(self._rows.take(len(keys)))
+        return self._indices(self._kept.take_for([bytes.fromhex(key) for key in keys]))
+
+    @synchronized
+    def name(self, indices: Tensor, keys: Sequence[str]) -> None:
+        """Note the pages in rows that are given to a storage."""
+        if self._kept is not None:
+            self._kept.name(self.rows_of(indices).tolist(), [bytes.fromhex(key) for key in keys])
+
+    def published(self, row: int) -> str:
+        """Return the key under which other servers find a row, "" if they do not."""
+        index = None if self._kept is None else self._kept.index
+        key = b"" if index is None else index.key(row)
+        return key.hex() if any(key) else ""
+
+    def _indices(self, rows: np.ndarray | None) -> Tensor | None:
         if rows is None:
             return None
         return torch.from_numpy((rows[:, None] * self.page_size + np.arange(self.page_size)).ravel())
@@ -213,8 +248,8 @@ class HostBlocks(HostRows):
     """Pool of blocks of 128 tokens. A row holds all layers of a block. Tree indices are token slots, as on the
     device."""
 
-    def __init__(self, pool: HostBlockPool) -> None:
-        super().__init__(pool, BLOCK)
+    def __init__(self, pool: HostBlockPool, shared: SharedSegment | None = None) -> None:
+        super().__init__(pool, BLOCK, shared, BLOCKS)
         # Device indices and blocks of the current load, whose layers are requested one after another.
         self._loading: tuple[Tensor, Tensor] | None = None
 
@@ -233,8 +268,8 @@ class HostBlocks(HostRows):
 class HostSnapshots(HostRows):
     """Pool of snapshots. A snapshot has one index and one row, which is copied as a whole with layer 0."""
 
-    def __init__(self, pool: HostSnapshotPool) -> None:
-        super().__init__(pool, 1)
+    def __init__(self, pool: HostSnapshotPool, shared: SharedSegment | None = None) -> None:
+        super().__init__(pool, 1, shared, SNAPSHOT_ROWS)
 
     def save(self, device_indices: Tensor, rows: Tensor) -> None:
         for slot, row in zip(device_indices.tolist(), rows.tolist()):

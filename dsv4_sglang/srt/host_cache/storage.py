@@ -24,7 +24,6 @@ from dsv4_sglang.srt.host_cache.folder import (
     UNUSED,
     USED,
     Cleaning,
-    is_stale,
     own_folder,
     require_names,
     stored_files,
@@ -106,7 +105,7 @@ class FolderEvictor(LRUFileEvictor):
         found, folder = [], Path(self.file_path)
         with suppress(OSError):  # the folder is missing
             for file in stored_files(folder):
-                if file.state == TEMPORARY and is_stale(file):
+                if file.state == TEMPORARY and file.is_stale:
                     Cleaning().remove([file])
                 elif file.path.suffix == ".bin" and file.path.parent == folder:
                     found.append((EVICTED[file.state], file.used_at, file.path.stem, file.bytes))
@@ -248,6 +247,7 @@ def register_storages() -> None:
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
     StorageBackendFactory.register_backend("file", __name__, FileStorage.__name__)
+    StorageBackendFactory.register_backend("shm", "dsv4_sglang.srt.host_cache.shared_memory", "SharedMemoryStorage")
     # Registered by name: the packages of these storages are needed only if they are used.
     StorageBackendFactory.register_backend("nixl", "dsv4_sglang.srt.host_cache.nixl", "NixlStorage")
     StorageBackendFactory.register_backend("mooncake", "dsv4_sglang.srt.host_cache.mooncake", "MooncakeStorage")

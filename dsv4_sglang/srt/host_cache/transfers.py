@@ -22,9 +22,14 @@ from dsv4_sglang.cache.host_sharing import HostSharing
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES
 from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
+from dsv4_sglang.srt.host_cache.segment import BLOCKS
+from dsv4_sglang.srt.host_cache.segment import SNAPSHOTS as SNAPSHOT_ROWS
+from dsv4_sglang.srt.host_cache.segment_index import PoolSize
+from dsv4_sglang.srt.host_cache.shared_memory import SharedMemoryStorage, SharedSegment
 from dsv4_sglang.srt.host_cache.sharing import StorageReadByAnother, count_pages_read, sharing_of
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.host_cache.storage import StorageFull
+from dsv4_sglang.srt.host_cache.stored_segments import SHM
 from dsv4_sglang.srt.host_cache.used_folder import describe_weights
 from dsv4_sglang.srt.host_cache.watch import LoadWatch
 from dsv4_sglang.srt.launch.error import LaunchError, ending_with_the_reason
@@ -54,6 +59,8 @@ class TransferController(HybridCacheController):
     loads: CopyTimer
     # Cancelled fetches from a storage. SGLang frees their remaining rows when their thread has ended.
     cancelled_fetches: Sequence[Any] = ()
+    # Key of the last page of the fetch for which rows are allocated.
+    fetched_key = ""
 
     def __init__(self, *arguments: Any, sharing: HostSharing, **named: Any) -> None:
         """`sharing`: processes that share the host rows. `arguments`, `named`: as for SGLang's controller."""
@@ -114,7 +121,7 @@ class TransferController(HybridCacheController):
             operation
             for operation in self.cancelled_fetches
             if extra_pools is not operation.pool_transfers
-            and (host_indices is None or not torch.equal(host_indices, remaining_blocks(operation)))
+            and (host_indices is None or not is_rest_of(operation, host_indices))
         ]
         super().append_host_mem_release(host_indices, extra_pools)
 
@@ -122,8 +129,26 @@ class TransferController(HybridCacheController):
         super().reset()
         self.cancelled_fetches = ()
 
+    def alloc_prefetch_host_buffers(self, operation: Any, need_size: int) -> Tensor | None:
+        keys = operation.hash_value[: need_size // self.page_size]
+        self.fetched_key = keys[-1]
+        found: Tensor | None = self.storage_host_pool.alloc_for(keys)
+        return found
+
+    def write_storage(
+        self, host_indices: Tensor, token_ids: Any, hash_value: Any, prefix_keys: Any = None, extra_pools: Any = None
+    ) -> Any:
+        """Name the rows here and not in the thread that stores them, so that all processes do so at the same time."""
+        self.storage_host_pool.name(host_indices, hash_value)
+        for transfer in extra_pools or ():
+            self.mem_pool_host.get_pool(transfer.name).name(transfer.host_indices, transfer.keys)
+        return super().write_storage(host_indices, token_ids, hash_value, prefix_keys, extra_pools)
+
     def attach_storage_backend(self, *arguments: Any, **named: Any) -> None:
         super().attach_storage_backend(*arguments, **named)
+        if isinstance(self.storage_backend, SharedMemoryStorage):
+            self.page_get_func = self.storage_backend.read_blocks
+            self.page_set_func = self.storage_backend.publish_blocks
         if not self.sharing.leads:
             self.storage_backend = StorageReadByAnother(self.storage_backend)
             self.page_get_func = count_pages_read
@@ -151,6 +176,13 @@ def remaining_blocks(operation: Any) -> Tensor:
     return rest
 
 
+def is_rest_of(operation: Any, host_indices: Tensor) -> bool:
+    """Return True if these are the remaining blocks of a cancelled fetch. Those of another one may be none, too."""
+    rest = remaining_blocks(operation)
+    same = host_indices.untyped_storage().data_ptr() == rest.untyped_storage().data_ptr()
+    return same and torch.equal(host_indices, rest)
+
+
 class HostStack(StackStrategy):
     """Builder of the host pools and controller. SGLang tries the strategy that was registered last first: this one."""
 
@@ -176,13 +208,14 @@ class HostStack(StackStrategy):
         """Build the pools and the controller. `of_controller`: arguments of SGLang's controller."""
         sharing = sharing_of(params, server_args)
         spare = 0 if storage_backend is None else CHECKSUM_BYTES
-        blocks, snapshots = self._allocate(kvcache, params.page_size, spare, sharing)
+        sizes = self._sizes(kvcache, params.page_size, spare)
+        if storage_backend is not None:
+            model_name = _name_of_pages(model_name, kvcache.full_kv_pool.layout, sizes, server_args)
+            log.info("dsv4_sglang host cache: page names in the storage %s: %s", storage_backend, model_name)
+        blocks, snapshots = _allocate(kvcache, sizes, spare, sharing, model_name if storage_backend == SHM else None)
         slots = cache.components[ComponentType.MAMBA].slots
         slots.add_host_cache(snapshots.page_num)
         layers = len(kvcache.full_kv_pool.layout.schemas)
-        if storage_backend is not None:
-            model_name = _name_of_pages(model_name, kvcache.full_kv_pool.layout, blocks, snapshots, server_args)
-            log.info("dsv4_sglang host cache: page names in the storage %s: %s", storage_backend, model_name)
         memory, device = get_memory(), kvcache.mamba_pool.storage.device
         controller = TransferController(
             params.token_to_kv_pool_allocator,
@@ -221,36 +254,60 @@ class HostStack(StackStrategy):
             pool_declarations=(),
         )
 
-    def _allocate(
-        self, kvcache: CacheKVPool, page_size: int, spare: int, sharing: HostSharing
-    ) -> tuple[HostBlocks, HostSnapshots]:
-        """Allocate the host memory. `spare`: bytes of a row beside its data.
-
-        The host cache's device memory (33 MB on Flash) is not released while a server sleeps: part of it is state.
-        """
+    def _sizes(self, kvcache: CacheKVPool, page_size: int, spare: int) -> dict[str, PoolSize]:
+        """Return the sizes of the host pools. `spare`: bytes of a row beside its data."""
         device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
+        block_bytes = host_block_bytes(_pools_of(kvcache), spare)
+        snapshot_bytes = host_row_bytes(storage.layout.snapshot_bytes, spare)
         # Resolved settings: ServerArgs lack the default of --hicache-ratio.
         memory = get_memory()
         blocks, snapshots = host_demand(
             device_blocks=device_blocks.size // page_size,
             device_snapshots=storage.snapshots,
-            block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool], spare),
-            snapshot_bytes=host_row_bytes(storage.layout.snapshot_bytes, spare),
+            block_bytes=block_bytes,
+            snapshot_bytes=snapshot_bytes,
             ratio=memory.hicache_ratio,
             size_gb=memory.hicache_size,
             max_snapshots=self.max_snapshots,
             host_snapshots=self.host_snapshots,
         )
-        try:
-            pools = [pool for pool in device_blocks.pools if pool]
-            block_pool = HostBlockPool(pools, blocks, spare=spare, sharing=sharing)
-            snapshot_pool = HostSnapshotPool(storage, snapshots, spare=spare, sharing=sharing)
-        except RuntimeError as error:
-            raise LaunchError(
-                f"the host cache does not fit: {blocks} blocks and {snapshots} snapshots; lower "
-                f"--hicache-ratio or --hicache-size. {error}"
-            ) from None
-        return HostBlocks(block_pool), HostSnapshots(snapshot_pool)
+        return {BLOCKS: PoolSize(blocks, block_bytes), SNAPSHOT_ROWS: PoolSize(snapshots, snapshot_bytes)}
+
+
+def _pools_of(kvcache: CacheKVPool) -> list[Any]:
+    return [pool for pool in kvcache.full_kv_pool.pools if pool]
+
+
+def _allocate(
+    kvcache: CacheKVPool, sizes: dict[str, PoolSize], spare: int, sharing: HostSharing, name: str | None
+) -> tuple[HostBlocks, HostSnapshots]:
+    """Allocate the host memory.
+
+    The host cache's device memory (33 MB on Flash) is not released while a server sleeps: part of it is state.
+
+    Args:
+        sizes: sizes of the pools.
+        spare: bytes of a row beside its data.
+        sharing: processes that share the memory.
+        name: page name of a segment that has the memory, or None.
+    """
+    blocks, snapshots = sizes[BLOCKS], sizes[SNAPSHOT_ROWS]
+    shared = None
+    try:
+        shared = None if name is None else SharedSegment(sharing, name, sizes)
+        files = {pool: None if shared is None else shared.file(pool) for pool in sizes}
+        block_pool = HostBlockPool(_pools_of(kvcache), blocks.rows, spare=spare, sharing=sharing, file=files[BLOCKS])
+        snapshot_pool = HostSnapshotPool(
+            kvcache.mamba_pool.storage, snapshots.rows, spare=spare, sharing=sharing, file=files[SNAPSHOT_ROWS]
+        )
+    except RuntimeError as error:
+        if shared is not None:
+            shared.remove_unless_resumed()
+        raise LaunchError(
+            f"the host cache does not fit: {blocks.rows} blocks and {snapshots.rows} snapshots; lower "
+            f"--hicache-ratio or --hicache-size. {error}"
+        ) from None
+    return HostBlocks(block_pool, shared), HostSnapshots(snapshot_pool, shared)
 
 
 def _pool_entries(
@@ -280,14 +337,12 @@ def _pool_entries(
     ]
 
 
-def _name_of_pages(
-    model_name: str | None, layout: Any, blocks: HostBlocks, snapshots: HostSnapshots, server_args: Any
-) -> str:
+def _name_of_pages(model_name: str | None, layout: Any, sizes: dict[str, PoolSize], server_args: Any) -> str:
     """Return the name of this model's pages in a storage, and record what it stands for."""
     name = page_name(
         model_name,
         layout,
-        (blocks.row_bytes, snapshots.row_bytes),
+        [size.row_bytes for size in sizes.values()],
         overrides=model_overrides(server_args.json_model_override_args),
         **weight_facts(current_flags(server_args)),
     )

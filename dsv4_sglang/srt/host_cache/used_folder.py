@@ -30,7 +30,7 @@ def describe_weights(name: str, weights: str) -> None:
     _weights[name] = weights
 
 
-def _described(name: str) -> str:
+def described(name: str) -> str:
     """Return the description for a name, or for the name before an update of the weights. "" if there is none."""
     if name in _weights:
         return _weights[name]
@@ -119,7 +119,7 @@ class UsedFolder:
         try:
             self._lock = locks.acquire(self._name, fcntl.LOCK_SH, folder=folder)
             if self._lock is not None:
-                locks.describe(self._lock, _described(self._name))
+                locks.describe(self._lock, described(self._name))
         except OSError as error:
             self._unlocked = error.strerror or str(error)
         if self._unlocked and not before:

@@ -50,7 +50,7 @@ def on_grid(tokens: int) -> bool:
 
 
 # Storages of the host cache.
-STORAGES = ("file", "nixl", "mooncake")
+STORAGES = ("file", "shm", "nixl", "mooncake")
 _OWN_BACKEND = "this cache has an attention backend of its own; leave it out"
 
 LIMITS = (
@@ -135,7 +135,7 @@ LIMITS = (
     Limit(
         "hicache_storage_backend",
         _one_of(*STORAGES),
-        "other storages have not been tested; give file, nixl or mooncake",
+        "other storages have not been tested; give file, shm, nixl or mooncake",
     ),
     Limit(
         "disaggregation_transfer_backend",

@@ -19,6 +19,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.ops.cuda_index import CANDIDATE_ENTRIES, CANDIDATE_HEADS
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
+from dsv4_sglang.srt.host_cache.stored_segments import SHM, free_bytes, require_memory, unowned_bytes
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory.sizing import require_snapshots
@@ -195,6 +196,12 @@ def _rejected_with_host_cache(args: Any, options: Options) -> Iterable[tuple[str
         reason = "the host cache extends the prefix cache; leave one of the two flags out"
         yield "--enable-hierarchical-cache with --disable-radix-cache", reason
     storage = args.hicache_storage_backend
+    if storage == SHM and args.nnodes > 1:
+        reason = "it shares the memory of one machine; give file with a folder that all machines share, or mooncake"
+        yield f"--hicache-storage-backend {SHM} with --nnodes {args.nnodes}", reason
+    if storage == SHM and "max_size" in (args.hicache_storage_backend_extra_config or ""):
+        reason = "it has the size of the host cache; give --hicache-size"
+        yield f"--hicache-storage-backend {SHM} with max_size", reason
     # Without the variable, all servers of a machine share a folder.
     variable, _ = FOLDERS.get(storage, ("", ""))
     if variable and args.load_format == "dummy" and not os.environ.get(variable):
@@ -359,14 +366,6 @@ def reject_for_machine(args: Any) -> None:
     """
     if not args.enable_hierarchical_cache:
         return
-    # The processes of a rank of DP attention share one host cache, on each of their machines.
-    size, caches, memory = args.hicache_size, max(1, _attention_ranks(args) // args.nnodes), memory_gb()
-    if size * caches > memory:
-        of_ranks = f" for each of {caches} ranks of DP attention" if caches > 1 else ""
-        raise LaunchError(
-            f"--hicache-size {size}: {size} GB{of_ranks}, but this machine has {memory} GB of memory left; give at "
-            f"most {memory // caches}"
-        )
     storage = args.hicache_storage_backend
     if storage in STORAGE_PACKAGES and find_spec(storage) is None:
         raise LaunchError(
@@ -374,11 +373,28 @@ def reject_for_machine(args: Any) -> None:
             f"`pip install {STORAGE_PACKAGES[storage]}`, or give file"
         )
     variable, default = FOLDERS.get(storage, ("", ""))
+    named, memory = os.environ.get(variable, ""), memory_gb()
+    if storage == SHM:
+        require_memory(folder := own_folder(named, default, variable, by_group=False), variable)
+        # Segments that no process uses are taken over, or removed if there is no memory left.
+        memory = (free_bytes(folder) + unowned_bytes(folder)) // 10**9
     # SGLang also reads a folder of `file` from the configuration, which FileStorage checks.
-    if variable and (os.environ.get(variable) or args.hicache_storage_backend_extra_config is None):
-        named = os.environ.get(variable, "")
-        for folder in named.split(",") if storage == "nixl" else [named]:
-            own_folder(folder.strip(), default, variable, by_group=storage != "nixl")
+    elif variable and (named or args.hicache_storage_backend_extra_config is None):
+        for name in named.split(",") if storage == "nixl" else [named]:
+            own_folder(name.strip(), default, variable, by_group=storage != "nixl")
+    _reject_host_size(args, memory, f"{named or default} has" if storage == SHM else "this machine has")
+
+
+def _reject_host_size(args: Any, memory: int, where: str) -> None:
+    """Raise LaunchError if --hicache-size exceeds `memory` GB. `where`: the words before this number."""
+    # The processes of a rank of DP attention share one host cache, on each of their machines.
+    size, caches = args.hicache_size, max(1, _attention_ranks(args) // args.nnodes)
+    if size * caches > memory:
+        of_ranks = f" for each of {caches} ranks of DP attention" if caches > 1 else ""
+        raise LaunchError(
+            f"--hicache-size {size}: {size} GB{of_ranks}, but {where} {memory} GB of memory left; give at most "
+            f"{memory // caches}"
+        )
 
 
 def reject_resolved(args: Any) -> None:

@@ -136,6 +136,7 @@ class AuditedTree:
         yield from self._lock_findings()
         yield from self._registry_findings()
         yield from self._event_findings()
+        yield from self._published_findings()
         yield from self._sglang_findings()
 
     def _lock_findings(self) -> Iterator[Finding]:
@@ -239,6 +240,19 @@ class AuditedTree:
             yield Finding(f"snapshot {place}", "its place in an eviction order is not that of its columns")
         for node_id in self.cache.tree_core.evictable_device_leaves.misplaced():
             yield Finding(f"node {node_id}", "the order of leaves and the tree differ")
+
+    def _published_findings(self) -> Iterator[Finding]:
+        """Yield the host rows that the storage `shm` has under a key that is not that of their node."""
+        if not self.tiered:
+            return
+        pools = self.cache.full_kv_pool_host, self.cache.mamba_pool_host
+        for node in self.nodes:
+            keys = node.hash_value or []
+            for pool, data, of_rows in zip(pools, self._data(node), (keys, keys[-1:])):
+                rows = [] if data.host_value is None else pool.rows_of(data.host_value).tolist()
+                for row, key in zip(rows, of_rows):
+                    if (found := pool.published(row)) not in ("", key):
+                        yield Finding(f"host row {row} of node {node.id}", f"published as {found}, its page is {key}")
 
     def _event_findings(self) -> Iterator[Finding]:
         """Yield the blocks that KV events have announced and no request would find, and the other way round."""
