@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plu
 
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--enable-metrics")
-FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256", "--enable-cache-report", "--random-seed", "1")
+FLAGS += ("--max-total-tokens", "2560", "--chunked-prefill-size", "256", "--enable-cache-report", "--random-seed", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-storage-backend", "shm")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
