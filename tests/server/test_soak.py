@@ -23,8 +23,9 @@ def test_pieces_go_on_and_find_faults(
     pages are missing. Neither leaves a line."""
     monkeypatch.setenv(COMMIT_VARIABLE, "of the test")  # a piece does not expect the pages of another commit
     monkeypatch.setattr(servers, "start", lambda command, out: server_forkserver.start(command, Path(out.name)))
+    monkeypatch.setattr(soak, "ENDING_SECONDS", 0.1)  # no server ends after its fault
     folder, out = tmp_path / "soak", tmp_path / "soak.jsonl"
-    arguments = ["--folder", str(folder), "--seconds", "10", "--out", str(out)]
+    arguments = ["--folder", str(folder), "--seconds", "1", "--out", str(out)]
     assert soak.main(arguments) == 0, capsys.readouterr().out
     (line,) = map(json.loads, out.read_text().splitlines())
     assert line["seeds"] == [1, 1] and line["lives"][0]["ended by"] == "SIGKILL"
