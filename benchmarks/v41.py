@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import command_line, report, timing
 from benchmarks.append_ours import ops_for
+from benchmarks.index import Load
 from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, EntryList
 from dsv4_sglang.attention.metadata import build_prefill
 from dsv4_sglang.attention.registry import make_kernels
@@ -33,25 +34,6 @@ LAYERS, HEADS, TOP_K, CANDIDATES, DIM, K = 4, 64, 512, 2048, 512, 1024
 LIMITS = {2: TOP_K, 1: TOP_K}
 
 
-class Load(NamedTuple):
-    """Requests of `context` tokens each, including the last `chunk` tokens, which belong to the step."""
-
-    requests: int
-    context: int
-    chunk: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.requests} x {self.context // K}K" + (f", chunk of {self.chunk}" if self.chunk > 1 else "")
-
-    @property
-    def tokens(self) -> int:
-        return self.requests * self.chunk
-
-    @property
-    def blocks(self) -> int:
-        return self.context // BLOCK
-
-
 DECODE = [Load(n, thousands * K) for n, thousands in ((1, 16), (1, 128), (1, K), (16, 32), (64, 16), (256, 16))]
 PREFILL = [Load(1, 8 * K, 8 * K), Load(1, 64 * K, 8 * K), Load(1, 64 * K, K), Load(1, 20 * K, 200)]
 QUICK = [Load(1, 128 * K), Load(64, 16 * K), Load(1, 64 * K, 8 * K)]
@@ -60,7 +42,9 @@ DRY = [Load(2, K), Load(1, K, 64)]
 
 def step_of(load: Load, device: torch.device) -> StepMetadata:
     """Return the metadata of a step as a prefill step builds it, with random blocks for each request."""
-    order = torch.randperm(load.requests * load.blocks, dtype=torch.int32, device=device).view(load.requests, -1)
+    order = torch.randperm(load.requests * load.context // BLOCK, dtype=torch.int32, device=device).view(
+        load.requests, -1
+    )
     requests = torch.arange(load.requests, device=device)
     positions = torch.arange(load.context - load.chunk, load.context, device=device).repeat(load.requests)
     return build_prefill(
@@ -94,7 +78,10 @@ def selection(load: Load, ratio: int, role: str, device: torch.device, layers: i
         layers: number of layers.
     """
     step, per_block = step_of(load, device), BLOCK // ratio
-    keys = [random_table(load.requests * load.blocks, per_block, KeyFormat.MXFP4.width, device) for _ in range(layers)]
+    keys = [
+        random_table(load.requests * load.context // BLOCK, per_block, KeyFormat.MXFP4.width, device)
+        for _ in range(layers)
+    ]
     q = torch.randn(load.tokens, CANDIDATE_HEADS, 128, device=device).bfloat16()
     weights = torch.randn(load.tokens, CANDIDATE_HEADS, device=device)
     rope = torch.ones(load.context, 64, device=device)
@@ -125,7 +112,7 @@ class Attention:
         if load.chunk == 1:
             self.step.window_size = 0
         slots = self.step.window_size or load.requests * WINDOW
-        blocks = load.requests * load.blocks
+        blocks = load.requests * load.context // BLOCK
         self.blocks, self.per_block = blocks, per_block
         entry = torch.rand(load.tokens, load.context // ratio, device=device).topk(min(TOP_K, load.context // ratio))
         entry_list = entry.indices.int().sort(1).values
