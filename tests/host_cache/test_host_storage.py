@@ -338,6 +338,29 @@ def test_fetch_aborted_at_any_point(late: Start, policy: str, then: str) -> None
     assert parts > 8
 
 
+def test_blocks_for_an_aborted_fetch_leave_the_host(late: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose snapshot is lost is saved while a fetch continues its path. After an abort, nobody needs it."""
+    for parts in range(6):
+        with late("wait_complete") as server:
+            server.serve(START)
+            server.cache.evict_host(120 * BLOCK)
+            request = server.begin_prefetch(LONG)
+            run_parts(server, parts)
+            with monkeypatch.context() as patch:
+                patch.setattr(server.cache.saves, "_make_room", lambda plan: False)
+                slots = [server.component.allocate_slot(needed=True) for _ in range(server.states.snapshots)]
+            server.component.slots.give_back(slots)
+            server._make_room(40)
+            assert host_held(server)[0] >= 4, "the blocks were not saved"
+            server.cache.release_aborted_request(request)
+            while run_parts(server, 1):
+                pass
+            server.cache.check_hicache_events()
+            server.check()
+            server.cache.evict_host(1)
+            assert host_held(server) == (0, 0)
+
+
 @ALSO_SHM
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 def test_request_checks_its_fetch_at_any_point(late: Start, policy: str) -> None:

@@ -162,14 +162,18 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
         """Evict a leaf of the device.
 
         Blocks after the last snapshot of a path have no value and are not saved. The exception is a node that others
-        depend on: the host may have loaded the end of a path from a storage without the nodes above it.
+        depend on: the host may have loaded the end of a path from a storage without the nodes above it, or is loading
+        it. If that fetch brings nothing, the path ends at this node.
         """
         core = self.tree_core
         node = core.node_by_id(node_id)
         self.saves.save_now(node)
-        needed = bool(node.children) or any(data.host_lock_ref for data in node.component_data)
-        with saving_on_eviction(core, needed):
-            return super()._evict_device_leaf(node_id, tracker)
+        fetching = any(data.host_lock_ref for data in node.component_data)
+        with saving_on_eviction(core, fetching or bool(node.children)):
+            result = super()._evict_device_leaf(node_id, tracker)
+        if fetching:
+            self.evictions.dangling[node] = None
+        return result
 
     # Evictions from the device
 
