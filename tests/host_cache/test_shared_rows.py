@@ -121,9 +121,6 @@ def test_many_operations_with_late_copies(policy: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False, reason="open fault: about one run in twenty reads rows of another page (host_cache.md, limits)"
-)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_operations_with_a_storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str) -> None:
     for seed in (8, 12):

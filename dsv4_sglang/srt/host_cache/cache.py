@@ -140,9 +140,17 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
         if not self.ongoing_write_through:
             return False
         with self._recheck_queue_after_saves():
-            self.cache_controller.finish_saves()
             self.writing_check(write_back=True)
         return True
+
+    def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
+        """Finish the saves that have ended, or, with `write_back`, all: SGLang evicts a node when it was saved.
+
+        SGLang waits for the copies of this process. A row of shared memory has parts that other processes copy.
+        """
+        if write_back and self.ongoing_write_through:
+            self.cache_controller.finish_saves()
+        super().writing_check(write_back, finish_count)
 
     @contextmanager
     def _recheck_queue_after_saves(self) -> Iterator[None]:
