@@ -152,10 +152,11 @@ def own_saves(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(HostSharing, "wait", lambda sharing: None)
 
 
-def load_just_saved(rank: int, fault: Fault | None) -> list[str]:
+def load_just_saved(rank: int, fault: Fault | None, for_a_fetch: bool) -> list[str]:
     """Evict a prompt, which saves it, and load it in the same scheduler iteration. The second process saves slowly.
 
-    Return the errors of the steps.
+    `for_a_fetch`: SGLang saves the nodes when it evicts them, because a fetch continues their path. Return the errors
+    of the steps.
     """
     with pytest.MonkeyPatch.context() as patch:
         without_a_server(patch)
@@ -166,16 +167,24 @@ def load_just_saved(rank: int, fault: Fault | None) -> list[str]:
         server = HostCacheServer(patch, 0, group=dist.group.WORLD, policy="write_back")
         tokens = list(range(1, 6 * BLOCK))
         assert server.serve(tokens) == 0
+        cache = server.cache
+        if for_a_fetch:
+            patch.setattr(cache.saves, "save_now", lambda node: None)
+            end = next(node for node in cache.tree_core._collect_all_nodes() if node.key and not node.children)
+            lock = cache.inc_host_lock_ref(end.id).to_dec_params()
         server._make_room(server.device.size // BLOCK)
+        if for_a_fetch:
+            cache.dec_host_lock_ref(end.id, lock)
         assert server.start(tokens)["begin"] == server.from_host == 5 * BLOCK
         return server.wrong
 
 
-def test_finished_saves_are_finished_everywhere() -> None:
+@pytest.mark.parametrize("for_a_fetch", [False, True])
+def test_finished_saves_are_finished_everywhere(for_a_fetch: bool) -> None:
     """A save has ended when all processes have copied their parts. With the planted fault, a process loads rows that
     the other process has not written yet."""
-    assert values(run_ranks(RANKS, load_just_saved, None)) == [[], []]
-    first, _ = values(run_ranks(RANKS, load_just_saved, own_saves))
+    assert values(run_ranks(RANKS, load_just_saved, None, for_a_fetch)) == [[], []]
+    first, _ = values(run_ranks(RANKS, load_just_saved, own_saves, for_a_fetch))
     assert first and "from another state" in first[0]
 
 
