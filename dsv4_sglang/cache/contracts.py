@@ -141,8 +141,8 @@ class PrefixCacheContract(ABC):
 
         Args:
             waiting: requests in the scheduler's queue.
-            most_checks: checks, a millisecond or more apart, after which it gives up. A count instead of a time, so
-                that all TP ranks give up together. None: never.
+            most_checks: maximum number of checks, at least a millisecond apart. It is no time, so that all TP ranks
+                stop waiting together. None: no limit.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a flush of several ranks answers. tests/server/test_server_hints.py flushes real servers."""
+"""Answer of a flush on several ranks. tests/server/test_server_hints.py flushes real servers."""
 
 from __future__ import annotations
 

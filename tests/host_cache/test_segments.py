@@ -61,7 +61,7 @@ class Rows(HostRows):
 
 
 class Owner:
-    """What a server does with a segment."""
+    """Operations of a server on a segment."""
 
     def __init__(self, rows: int, name: str = name_of("m"), sharing: HostSharing | None = None) -> None:
         self.size, self.sharing = rows, sharing or HostSharing()

@@ -121,7 +121,7 @@ def test_tenants_share_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_other_server_is_read(folder: Path, killed: bool) -> None:
-    """What was fetched from it is published here, too."""
+    """Fetched pages are published here, too."""
     with another_server(PROMPT) as process, serving() as server:
         if killed:
             os.kill(process, signal.SIGKILL)

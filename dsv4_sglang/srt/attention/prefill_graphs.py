@@ -50,8 +50,8 @@ def switch_on(server_args: Any) -> None:
 
 
 def switch_off(server_args: Any) -> None:
-    """Select eager prefill steps unless a flag selects graphs, for a model whose recorded steps have not been tested.
-    Called while SGLang resolves its flags."""
+    """Select eager prefill steps, unless a flag selects graphs, for a model whose recorded steps are untested. Called
+    while SGLang resolves its flags."""
     if (PHASE, "backend") in given_graph_settings(server_args):
         switch_on(server_args)
         return
