@@ -31,8 +31,6 @@ class Room(NamedTuple):
 class Tenants:
     """Tenants without a limit. Nothing is counted, and all are equal."""
 
-    limited = False
-
     def __init__(self) -> None:
         # By place: tenant -> (tokens, snapshots), and the tenants above their share.
         self.held: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
@@ -69,8 +67,6 @@ class Tenants:
 
 class TenantShares(Tenants):
     """Tokens and snapshots of each tenant on the device and on the host."""
-
-    limited = True
 
     def __init__(self, percent: int, rooms: tuple[Room, Room], size: int) -> None:
         """Create the counts.
