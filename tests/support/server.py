@@ -120,6 +120,13 @@ class Server(Endpoint):
             progress.check()
         return super()._response(connection)
 
+    def ready(self, timeout: float) -> None:
+        """Return if the server accepts requests. Unlike /health, /ready does not take a second."""
+        try:
+            self.request("/ready", timeout=min(timeout, LONG))
+        except RequestError as error:
+            raise ConnectionError(str(error)) from None
+
     def post(self, path: str, body: Any = None) -> Any:
         return self.request(path, body, method="POST")
 
@@ -357,16 +364,6 @@ def one_core_each(processes: int) -> str:
     """
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
-
-
-def make_way(server: Server) -> None:
-    """Lower the priority of SGLang's DP controller, if the server has one.
-
-    This process distributes requests to the ranks of DP attention and busy-waits on a core.
-    """
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        if any("data_parallel_controller" in word for word in process.cmdline()):
-            process.nice(19)
 
 
 def only(*names: str) -> pytest.MarkDecorator:

@@ -3,10 +3,14 @@
 A server consists of a launcher, schedulers and a detokenizer. Each would import SGLang and torch for 13 s of CPU time.
 
 A forked server otherwise starts as from its command. It has its own process group, environment, arguments and output
-file, and SGLang's `launch_server` is the main program. There are two differences:
+file, and SGLang's `launch_server` is the main program. There are four differences:
 
 - The environment that SGLang reads when it is imported is the same for all servers.
 - A scheduler inherits the plugin from its launcher. test_commands.py tests that a scheduler loads the plugin by itself.
+- SGLang's DP controller, which distributes requests to the ranks of DP attention, waits for them. By itself it polls
+  its socket without a pause, which occupies a core.
+- An idle scheduler sleeps for at most 50 ms instead of a second. Meanwhile it sees no copy that ends, and as a rank of
+  DP attention it keeps the other ranks waiting.
 """
 
 from __future__ import annotations
