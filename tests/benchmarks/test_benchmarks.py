@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import server_forkserver
 from support.liveness import LONG, wait
 
 from benchmarks import (
@@ -234,8 +235,9 @@ def test_dry_run(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-def test_dry_run_of_tokenizer_workers(tmp_path: Path) -> None:
+def test_dry_run_of_tokenizer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server rejects the requests, and the processes that handle them use CPU time."""
+    server_forkserver.fork_benchmarks(monkeypatch)
     assert tokenizer_workers.main(arguments(tmp_path)) == 0
     made = result(tmp_path, "tokenizer_workers")
     assert not made["failures"]

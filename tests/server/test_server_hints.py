@@ -280,22 +280,22 @@ def test_a_flush_waits_for_stored_pages(server: Server, plugin: Path) -> None:
 
 def test_a_flush_is_rejected_while_requests_run(server: Server) -> None:
     server.generate(ids := prompt(PROMPT, seed=501), 1)
-    rest = server.begin(prompt(20), 600, 2)
+    rest = server.begin(prompt(20), 200, 2)
     assert flush(server) == 400 and on_device(server, ids) == HIT
-    assert len(rest().tokens) == 600
+    assert len(rest().tokens) == 200
     assert flush(server) == 200 and on_device(server, ids) == 0
 
 
 def test_a_flush_of_paused_requests(server: Server, plugin: Path) -> None:
     """Requests that were retracted hold nothing, and their prefixes are being stored."""
     with broken(plugin, "a storage writes slowly"):
-        rest = server.begin(prompt(PROMPT, seed=502), 300, 20)
+        rest = server.begin(prompt(PROMPT, seed=502), 100, 20)
         server.post("/pause_generation", {"mode": "retract"})
         try:
             assert flush(server) == 200
         finally:
             server.post("/continue_generation", {})
-    assert len(rest().tokens) == 300
+    assert len(rest().tokens) == 100
 
 
 @only("one")
