@@ -304,10 +304,10 @@ def test_an_error_has_one_line(server: Server) -> None:
 def test_only_the_named_request_is_aborted(server: Server) -> None:
     """Ids that begin with the id of an aborted request are those of other requests."""
     rids = ["job-10", "job-1/2", "job-1"]
-    rests = [server.begin(prompt(10, seed=i), 300, 1, rid=rid) for i, rid in enumerate(rids)]
+    rests = [server.begin(prompt(10, seed=i), 150, 1, rid=rid) for i, rid in enumerate(rids)]
     assert ask(server, "POST", "/abort_request", {"rid": "job-1"})[0] == 200
     *others, aborted = [rest() for rest in rests]
-    assert [len(answer.tokens) for answer in others] == [300, 300] and len(aborted.tokens) < 300
+    assert [len(answer.tokens) for answer in others] == [150, 150] and len(aborted.tokens) < 150
 
 
 def test_nothing_is_left(server: Server, tmp_path: Path) -> None:

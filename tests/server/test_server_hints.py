@@ -124,13 +124,13 @@ def test_a_stream_is_rejected_too(server: Server) -> None:
 @only("one")
 def test_a_running_request_reserves_its_pin(server: Server) -> None:
     """The limit counts what a running request may still pin, and an abort gives that back."""
-    rest = server.begin(prompt(200), 800, 2, kv_hints=pin("a"), rid="to-abort")
-    server.begin(prompt(210), 800, 2, kv_hints=pin("b"), rid="to-abort-as-well")
+    rids = ("to-abort", "to-abort-as-well")
+    rests = [server.begin(prompt(200 + i), 800, 2, kv_hints=pin(rid), rid=rid) for i, rid in enumerate(rids)]
     said = rejected(server, prompt(200, seed=3), kv_hints=pin("c"))
     assert "2048 are used" in said
-    for rid in ("to-abort", "to-abort-as-well"):
+    for rid in rids:
         server.post("/abort_request", {"rid": rid})
-    assert len(rest().tokens) < 800
+    assert all(len(rest().tokens) < 800 for rest in rests)
     server.wait_idle()
     assert server.published()["pinned_tokens"] == 0, "an aborted request pins nothing"
     server.generate(prompt(200, seed=3), 1, kv_hints=pin("c"))

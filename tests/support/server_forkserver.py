@@ -50,6 +50,8 @@ SETTINGS = {
     "SGLANG_OPT_FP8_WO_A_GEMM": "0",
     # Compilation takes more time than it saves here.
     "TORCHDYNAMO_DISABLE": "1",
+    # By default uvicorn replaces a tokenizer worker whose imports take ten seconds, so on a busy machine none starts.
+    "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "7200",
 }
 # The environment before the fixtures of any module change it.
 ENVIRONMENT = dict(os.environ)
