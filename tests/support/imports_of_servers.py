@@ -10,7 +10,7 @@ import setproctitle
 import sglang.srt.entrypoints.http_server
 import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler
-import sglang.srt.models.registry  # noqa: F401  (imports every model)
+import sglang.srt.models.registry  # noqa: F401  (imports the models)
 import zmq
 from sglang.srt.managers import data_parallel_controller
 from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper

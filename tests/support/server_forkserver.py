@@ -10,8 +10,8 @@ file, and SGLang's `launch_server` is the main program. There are four differenc
   test_commands.py and test_tokenizer_workers.py test that they load the plugin by themselves.
 - SGLang's DP controller, which distributes requests to the ranks of DP attention, waits for them. By itself it polls
   its socket without a pause, which occupies a core.
-- An idle scheduler sleeps for at most 50 ms instead of a second. Meanwhile it sees no copy that ends, and as a rank of
-  DP attention it keeps the other ranks waiting.
+- An idle scheduler sleeps for at most 50 ms instead of a second. While it sleeps it sees no copy that ends, and a rank
+  of DP attention keeps the other ranks waiting.
 """
 
 from __future__ import annotations
