@@ -10,7 +10,11 @@ Models (benchmarks/configs, dummy weights):
 
 - flashshape: 43 layers with the ratios of V4-Flash and small widths,
 - v4flash: V4-Flash at its real widths with 128 of its 256 experts in FP8, for two or more GPUs,
-- v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs.
+- v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs,
+- v41wide: the 40 layers of V4.1-Flash and its widths except those of the experts, without Engram layers. Servers have
+  64 requests. SGLang has modes for it: `--servers ours,sglang,sglang-full,sglang-tails,sglang-encoder-replay,
+  sglang-best-tails`, which are its default, all layers for all tokens, 1,024 windows of prefixes, none of them, and
+  prefill graphs beside 1,024.
 
 One server runs at a time on the same GPUs, both with the same flags. Every size runs once with other tokens before it
 is timed. Measures:
@@ -79,8 +83,14 @@ class Bench(bench.Bench):
         args = self.args
         if args.dry_run:
             return DRY
-        profile = QUICK if args.quick else FULL.profile
-        return dataclasses.replace(FULL, turnover=args.clients or FULL.turnover, answer=args.answer, profile=profile)
+        most = command_line.MODELS[args.model].requests
+        turnover, profile = args.clients or FULL.turnover, QUICK if args.quick else FULL.profile
+        return dataclasses.replace(
+            FULL,
+            turnover=tuple(n for n in turnover if n <= most),
+            answer=args.answer,
+            profile=tuple(n for n in profile if n <= most),
+        )
 
     def turnover(self, server: Server) -> Iterator[dict[str, Any]]:
         client = Client(server.url)
@@ -127,7 +137,7 @@ class Bench(bench.Bench):
         """Start a server, measure, and stop it.
 
         Args:
-            subject: key of `command_line.SERVERS`.
+            subject: key of `command_line.flags_of_servers`.
             number: number of the start.
         """
         base = {"subject": subject, "round": number, "flags": self.added(subject)}
@@ -167,7 +177,9 @@ def main(argv: list[str] | None = None) -> int:
     command_line.add_decode(options)
     args = options.parse_args(argv)
     command_line.resolve(options, args)
-    args.clients = tuple(command_line.numbers(options, "clients", args.clients, most=command_line.MAX_REQUESTS))
+    args.clients = tuple(
+        command_line.numbers(options, "clients", args.clients, most=command_line.MODELS[args.model].requests)
+    )
     if args.answer < 2:
         options.error(f"--answer {args.answer}: expected at least 2 tokens, a first and a later one")
     args.measure = args.measure.split(",")

@@ -17,6 +17,7 @@ from sglang.srt.environ import envs
 from dsv4_sglang.cache.host_memory import available_bytes
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.model.v41 import SERVED_ON_CPU_ONLY
 from dsv4_sglang.ops.cuda_index import CANDIDATE_ENTRIES, CANDIDATE_HEADS
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
 from dsv4_sglang.srt.host_cache.stored_segments import SHM, free_bytes, require_memory, unowned_bytes
@@ -297,7 +298,7 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
         return
     untested = "with DeepSeek-V4.1 it has not been tested"
     if args.device != "cpu":
-        yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
+        yield f"--device {args.device}", f"{SERVED_ON_CPU_ONLY}; give cpu"
     for field, served in (
         ("speculative_algorithm", None),
         ("disaggregation_mode", "null"),
