@@ -317,9 +317,9 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
         if (value := getattr(options, option)) != getattr(Options(), option):
             yield f"the option {option} {value}", "DeepSeek-V4.1 has one format for each kind of entry; leave it out"
     if getattr(hf_config, "engram_layer_ids", None):
-        yield "a checkpoint with Engram layers (engram_layer_ids)", f"without a GPU {untested}"
+        yield "a checkpoint with Engram layers (engram_layer_ids)", "it has been tested without these layers only"
     if getattr(hf_config, "vision_n_layers", 0):
-        yield "a checkpoint that takes images (vision_config)", untested
+        yield "a checkpoint that takes images (vision_config)", "it has been tested with text only"
 
 
 def _raise(found: Iterable[tuple[str, str]]) -> None:
