@@ -233,14 +233,14 @@ def flood(server: Server, count: int, seed: int, **fields: Any) -> None:
 
 @only(HALVES)
 def test_pins_lookup_and_prefetch(server: Server, oracle: OracleV41) -> None:
-    """A pin survives a flood of the device, and a prompt like it does not: before any prompt returns, the newest one is
-    evicted first. A prefetch loads that one from the host before its request."""
+    """A pin survives a flood of a full device, and a prompt like it does not, whether the oldest prompts are evicted or
+    the newest. A prefetch loads it from the host before its request."""
     server.flush()
     flood(server, 16, seed=100)
     pinned, other, hit = prompt(300, seed=1), prompt(300, seed=2), 2 * BLOCK
     server.generate(pinned, 1, kv_hints=kv_hints(pin={"name": "agent", "seconds": 600}))
     server.generate(other, 1)
-    flood(server, 4, seed=200)
+    flood(server, 20, seed=200)
     assert (found(server, pinned), found(server, other)) == ((hit, 0), (0, hit))
     assert server.published()["pinned_tokens"] == hit
     loaded = server.post("/dsv4/prefetch", {"input_ids": other})
