@@ -11,6 +11,7 @@ import torch
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.planner.gpus import Gpu
 from dsv4_sglang.planner.models import OWNER, Format, Model
 from dsv4_sglang.planner.weights import check_split
@@ -67,6 +68,11 @@ class Choice:
             raise ValueError(
                 f"--experts {self.experts.value}: the weights of {self.model.name} are {quantised}; give {formats}"
             )
+        if self.is_v41 and self.kv_cache_dtype == "bfloat16":
+            raise ValueError(
+                "--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1 have the formats that it was trained with; "
+                "leave it out"
+            )
         if self.draft_tokens:
             self._check_drafts()
         most = self.model.config.max_position_embeddings
@@ -84,10 +90,16 @@ class Choice:
             raise ValueError(
                 f"{given}: expected 2 to {MAX_DRAFT_TOKENS}, a token and its drafts, or 0 for no speculation"
             )
+        if self.is_v41:
+            raise ValueError(f"{given}: speculation with DeepSeek-V4.1 is rejected at start; give 0")
         if not self.model.draft_tokens:
             raise ValueError(f"{given}: {self.model.name} has no NextN layer to draft with (num_nextn_predict_layers)")
         if self.model.dspark and self.dp > 1:
             raise ValueError(f"{given}: DSPARK with --dp {self.dp} is rejected at start; give --dp 1")
+
+    @property
+    def is_v41(self) -> bool:
+        return isinstance(self.model.config, V41Config)
 
     @property
     def draft_layers(self) -> int:

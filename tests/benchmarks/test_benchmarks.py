@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sglang.srt.server_args import ServerArgs
 from support.liveness import LONG, wait
 
 from benchmarks import (
@@ -47,8 +48,12 @@ from benchmarks.client import Answer
 from benchmarks.command_line import RESULTS
 from benchmarks.environment import ROOT
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.planner.ask_sglang import resolved_flags
 from dsv4_sglang.srt.launch.command import flag_value
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory import sizing
+from dsv4_sglang.srt.memory.served_layout import served_layout
 
 pytestmark = pytest.mark.full
 
@@ -111,12 +116,29 @@ def test_capacity_of_sglang_is_what_its_server_allocated() -> None:
 
 def test_capacity_of_sglang_with_flags() -> None:
     sizes = partial(capacity.in_tree, FLASHSHAPE.read_text(), 78.82, 256, 0)
-    rows = {name: sizes(**flags) for name, flags in capacity.in_tree_settings().items()}
+    rows = {name: sizes(**flags) for name, flags in capacity.in_tree_settings("flash").items()}
     default = rows["in-tree, default"]
     assert rows["in-tree, windows for hits (0.5)"]["tokens"] < default["tokens"] / 2
     assert default["fixed GiB"] == pytest.approx(2.53, abs=0.005)
     assert default == sizes(swa_full_tokens_ratio=0.1)
-    assert capacity.ours(FLASH, 256, 512).tokens(78.82 * capacity.GIB) >= 21_000_000
+    assert capacity.ours(FLASH, 78.82, 256, 512).tokens(78.82 * capacity.GIB) >= 21_000_000
+
+
+def test_capacity_of_v41() -> None:
+    """A prefix that keeps its window costs SGLang a window and a page, of 585 bytes a token in each of 40 layers. Ours
+    is what the functions of a server compute."""
+    gib, requests = 78.82, 64
+    rows = {row["setting"]: row for row in capacity.computed("v41", gib, requests, None, 0)}
+    default, more = rows["in-tree, default"], rows["in-tree, 1,024 windows"]
+    assert (rows["ours"]["B a token"], default["B a token"], more["B a token"]) == (900, 1632.5, 1632.5)
+    windows = (1024 - 4 * requests) * (128 + 256) * 585 * 40
+    assert default["tokens"] - more["tokens"] == pytest.approx(windows / 1632.5, abs=256)
+    assert rows["in-tree, encoder replay"]["tokens"] > default["tokens"]
+    assert more["tokens"] < 45_500_000 and rows["ours"]["tokens"] >= 82_000_000
+    layout = served_layout(V41Config.flash(), torch.float8_e4m3fn, Options(), "cpu")
+    demand = sizing.demand_of(layout, gib, running=requests, step_tokens=8192)
+    left = sizing.memory_after_slots(layout, demand, gib)
+    assert rows["ours"]["tokens"] == sizing.tokens_of_pool(layout, int(left * sizing.GIB), 1 << 20)
 
 
 def test_attention_products_give_the_measured_rate() -> None:
@@ -434,6 +456,41 @@ def test_experts_of_the_served_configurations(
     assert [value for flag, value in pairwise(server.argv) if flag == "--moe-runner-backend"] == runner
 
 
+# Layers 20 to 39 for the last 128 tokens of a step only, the same at prefix hits, and prefixes that keep their windows.
+V41_MODES = {
+    "sglang": (True, False, None),
+    "sglang-full": (False, False, None),
+    "sglang-tails": (True, False, 1024),
+    "sglang-encoder-replay": (True, True, None),
+    "sglang-best-tails": (True, False, 1024),
+}
+
+
+@pytest.mark.parametrize("name", V41_MODES)
+def test_sglang_accepts_its_modes_of_v41(name: str, tmp_path: Path) -> None:
+    """SGLang resolves the flags of each mode to what its name says."""
+    args = serve_arguments("--model", "v41wide", "--servers", name)
+    made = bench.Bench(args, tmp_path)
+    argv = made.server(name, "x", made.base()).argv
+    parsed = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parsed)
+    words = vars(parsed.parse_args(argv[argv.index("--model-path") :]))
+    given = {field: value for field, value in words.items() if value != parsed.get_default(field)}
+    for of_machine in ("model_path", "decode_log_interval"):
+        del given[of_machine]
+    _, flags, _ = resolved_flags((made.model / "config.json").read_text(), **given)
+    replays = flags.enable_decoder_swa_bounded_replay, flags.enable_encoder_swa_bounded_replay
+    assert (*replays, flags.swa_prefix_tails) == V41_MODES[name]
+    assert flags.max_running_requests == max(flags.cuda_graph_config.decode.bs) == 64
+    assert (flags.cuda_graph_config.prefill.backend == "breakable") == name.startswith("sglang-best")
+
+
+def test_sizes_of_v41_are_those_of_its_requests(tmp_path: Path) -> None:
+    args = serve_arguments("--model", "v41wide")
+    assert (args.memory, list(bench.sizes_of(args).decode)) == (0.66, [1, 16, 64])
+    assert bench.Bench(args, tmp_path).vocab == 4096
+
+
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
     """SGLang takes the last value of a flag that is given twice."""
     made = bench.Bench(serve_arguments("--flags", "--max-running-requests 7 --sleep-on-idle"), tmp_path)
@@ -462,6 +519,11 @@ def test_every_second_start_reverses_the_servers() -> None:
         ("--tp 2 --gpus 2,x", "expected the numbers of 2 GPUs"),
         ("--decode 64,0", "--decode 64,0: expected numbers of 1 to 256 requests"),
         ("--servers theirs", "--servers theirs: expected some of ours, ours-eager"),
+        (
+            "--servers sglang-full",
+            "--servers sglang-full: expected some of ours, ours-eager, in-tree, sglang, sglang-b",
+        ),
+        ("--model v41wide --decode 256", "--decode 256: expected numbers of 1 to 64 requests"),
         ("--dry-run --servers theirs", "--servers theirs: expected some of ours, ours-eager"),
         ("--model v4flash", "--model v4flash --tp 1: expected at least 2 GPUs"),
         ("--starts 0", "--starts 0: expected at least 1"),
