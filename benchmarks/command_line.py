@@ -60,7 +60,7 @@ MODELS = {
     "flashshape": Model(CONFIGS / "flashshape", 0.6, 240, 1),
     "v4flash": Model(CONFIGS / "v4flash", 0.85, 420, 2),
     "v4flash_fp4": Model(CONFIGS / "v4flash_fp4", 0.85, 900, 4, True, ("--moe-runner-backend", "marlin")),
-    "v41wide": Model(CONFIGS / "v41wide", 0.66, 420, 1, requests=64, servers=V41_SERVERS),
+    "v41wide": Model(CONFIGS / "v41wide", 0.66, 540, 1, requests=64, servers=V41_SERVERS),
 }
 # Flags of each server in addition to those of the program. "in-tree" is "sglang", by the name that kernels have in the
 # results.

@@ -110,7 +110,7 @@ def _show(made: Plan, goal: Goal | None) -> None:
     console.print(holds(made), soft_wrap=True)
     console.print(_in_tree(made), soft_wrap=True)
     if choice.is_v41:
-        console.print(SERVED_ON_CPU_ONLY, style="yellow", soft_wrap=True)
+        console.print(f"{SERVED_ON_CPU_ONLY}: a server on GPUs is rejected at start", style="yellow", soft_wrap=True)
     if choice.host_gb:
         console.print(_on_host(made), soft_wrap=True)
     if goal is not None:

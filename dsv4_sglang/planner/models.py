@@ -79,7 +79,7 @@ class Model:
         fields = model.fields
         if model.quantised and (method := fields.mapping("quantization_config").get("quant_method")) != "fp8":
             raise ValueError(f"config field 'quantization_config.quant_method' is {method!r}; expected 'fp8'")
-        _ = model.config
+        _ = model.config  # raises the errors of its fields
         for name in LAYER_COUNTS:
             fields.integer(name)
         for name, part in (("engram_layer_ids", "Engram layers"), ("vision_config", "images")):

@@ -63,7 +63,7 @@ ONE, HALVES, RANKS = "one process, host cache", "heads in halves, files", "a cac
 STORAGE = (*HOST_CACHE, "--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend")
 SERVERS: dict[str, tuple[str, ...]] = {
     ONE: HOST_CACHE,
-    HALVES: ("--tp-size", "2", *STORAGE, "file"),
+    HALVES: ("--tp-size", "2", "--max-total-tokens", "4096", *STORAGE, "file"),
     RANKS: (
         *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         *("--max-running-requests", "16", "--chunked-prefill-size", "256", *STORAGE, "shm"),
@@ -231,21 +231,22 @@ def flood(server: Server, count: int, seed: int, **fields: Any) -> None:
         server.generate(prompt(300, seed=seed + i), 1, **fields)
 
 
-@only(ONE)
+@only(HALVES)
 def test_pins_lookup_and_prefetch(server: Server, oracle: OracleV41) -> None:
-    """A pin survives a flood of the device. A prefetch loads a prompt from the host before its request."""
+    """A pin survives a flood of a full device, and a prompt like it does not, whether the oldest prompts are evicted or
+    the newest. A prefetch loads it from the host before its request."""
     server.flush()
-    flood(server, 3, seed=100)
-    pinned, other = prompt(200, seed=1), prompt(200, seed=2)
+    flood(server, 16, seed=100)
+    pinned, other, hit = prompt(300, seed=1), prompt(300, seed=2), 2 * BLOCK
     server.generate(pinned, 1, kv_hints=kv_hints(pin={"name": "agent", "seconds": 600}))
     server.generate(other, 1)
-    flood(server, 8, seed=200)
-    assert (found(server, pinned), found(server, other)) == ((BLOCK, 0), (0, BLOCK))
-    assert server.published()["pinned_tokens"] == BLOCK
+    flood(server, 20, seed=200)
+    assert (found(server, pinned), found(server, other)) == ((hit, 0), (0, hit))
+    assert server.published()["pinned_tokens"] == hit
     loaded = server.post("/dsv4/prefetch", {"input_ids": other})
-    assert loaded["loaded_tokens"] == loaded["device_tokens"] == BLOCK and found(server, other) == (BLOCK, 0)
+    assert loaded["loaded_tokens"] == loaded["device_tokens"] == hit and found(server, other) == (hit, 0)
     answers = [(ids, server.generate(ids, GENERATED)) for ids in (pinned, other)]
-    assert [got.cached for _, got in answers] == [BLOCK] * 2
+    assert [got.cached for _, got in answers] == [hit] * 2
     assert_right(oracle, answers)
     server.generate(prompt(5), 1, kv_hints=kv_hints(pin={"name": "agent", "seconds": 0}))
     assert server.published()["pinned_tokens"] == 0
