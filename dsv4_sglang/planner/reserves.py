@@ -29,12 +29,12 @@ def graph_bytes(choice: Choice) -> int:
 
 
 def prefill_graph_bytes(choice: Choice) -> int:
-    """Return an estimate for CUDA graphs of prefill steps of the default sizes: 0 for V4.1, which has none by default.
+    """Return an estimate for CUDA graphs of prefill steps of the default sizes.
 
     It is the rounded measurement on an H200 with benchmarks/configs/flashshape (docs/benchmarks/results.md). Most of it
     holds attention queries and outputs of the largest step, whose widths are the same in V4-Flash.
     """
-    return 0 if choice.is_v41 else GIB
+    return GIB
 
 
 def activation_bytes(choice: Choice) -> int:

@@ -266,16 +266,6 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
 
 
-@pytest.mark.parametrize("given, backend", [(set(), "disabled"), ({("prefill", "backend")}, "breakable")])
-def test_prefill_graphs_of_v41_are_off_unless_a_flag_selects_them(given: set, backend: str) -> None:
-    asked = graphs(prefill="breakable")
-    asked.prefill.max_bs = 1000
-    args = arguments(cuda_graph_config=asked)
-    args._cuda_graph_config_locked = given
-    prefill_graphs.switch_off(args)
-    assert current_flags(args).cuda_graph_config.prefill.backend == backend
-
-
 @pytest.mark.parametrize(
     ("device", "fields", "line"),
     [

@@ -31,9 +31,11 @@ pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark
 UNTESTED_DEVICE = True
 LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)
 GENERATED = 16
-FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "2048")
-FLAGS += ("--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16", "--max-total-tokens", "32768")
-FLAGS += ("--chunked-prefill-size", "256", "--decode-log-interval", "1")
+RECORDED = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "2048")
+RECORDED += ("--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16", "--max-total-tokens", "32768")
+RECORDED += ("--chunked-prefill-size", "256", "--decode-log-interval", "1")
+# Prefill steps of the module's server run eagerly.
+FLAGS = (*RECORDED, "--cuda-graph-backend-prefill", "disabled")
 OPTIONS = {"integrity_check": True, "max_snapshots": 64}
 # Maximum mean |d log p|, with all entries selected. bf16 compute gives 0.010 to 0.021 on a CPU.
 NEAR = 0.03
@@ -80,9 +82,9 @@ def test_decode_graphs_of_every_size(server: Server, oracle: OracleV41) -> None:
 
 
 def test_prefill_graphs_and_many_requests(model: Path, oracle: OracleV41, tmp_path: Path) -> None:
-    """Recorded prefill steps, which a flag selects: prompts alone, several at once, and after a hit. Then so many
-    requests that decode steps read decoded entries (`sparse_decode.MIN_TOKENS`)."""
-    flags = [*("48" if flag == "16" else flag for flag in FLAGS), "--cuda-graph-backend-prefill", "breakable"]
+    """Recorded prefill steps, the default: prompts alone, several at once, and after a hit. Then so many requests that
+    decode steps read decoded entries (`sparse_decode.MIN_TOKENS`)."""
+    flags = ["48" if flag == "16" else flag for flag in RECORDED]
     with running(model, tmp_path / "log", *flags, **OPTIONS | {"max_snapshots": 128}) as server:
         mark, prompts = len(server.log_text()), [prompt(n, seed=n) for n in (40, 200, 250, 90, 129)]
         asked = [(ids, server.generate(ids, GENERATED)) for ids in (*prompts, prompts[2])]
