@@ -97,7 +97,6 @@ def _check_goal(command: typer.Context, goal: str) -> None:
 def _show(made: Plan, goal: Goal | None) -> None:
     from rich.console import Console
 
-    from dsv4_sglang.model.v41 import SERVED_ON_CPU_ONLY
     from dsv4_sglang.planner.plan import attempt
     from dsv4_sglang.planner.recommend import GOALS, neighbours
 
@@ -109,8 +108,6 @@ def _show(made: Plan, goal: Goal | None) -> None:
     console.print(_title(choice), style="bold")
     console.print(holds(made), soft_wrap=True)
     console.print(_in_tree(made), soft_wrap=True)
-    if choice.is_v41:
-        console.print(f"{SERVED_ON_CPU_ONLY}: a server on GPUs is rejected at start", style="yellow", soft_wrap=True)
     if choice.host_gb:
         console.print(_on_host(made), soft_wrap=True)
     if goal is not None:

@@ -10,8 +10,6 @@ from dsv4_sglang.model.config import RELEASED, Fields, ModelConfig
 
 V41_RATIOS = (0, 1, 2)
 MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
-# The reason why servers reject other devices, until the tests of the server on a GPU have passed.
-SERVED_ON_CPU_ONLY = "DeepSeek-V4.1 has been served on a CPU only"
 
 
 @dataclass(frozen=True)

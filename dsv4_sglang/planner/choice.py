@@ -68,11 +68,8 @@ class Choice:
             raise ValueError(
                 f"--experts {self.experts.value}: the weights of {self.model.name} are {quantised}; give {formats}"
             )
-        if self.is_v41 and self.kv_cache_dtype == "bfloat16":
-            raise ValueError(
-                "--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1 have the formats that it was trained with; "
-                "leave it out"
-            )
+        if self.is_v41:
+            self._check_v41()
         if self.draft_tokens:
             self._check_drafts()
         most = self.model.config.max_position_embeddings
@@ -83,6 +80,16 @@ class Choice:
                 f"--context {self.request} is longer than a request may be: {self.served_context} tokens "
                 "(--context-length)"
             )
+
+    def _check_v41(self) -> None:
+        if self.kv_cache_dtype == "bfloat16":
+            raise ValueError(
+                "--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1 have the formats that it was trained with; "
+                "leave it out"
+            )
+        for flag, value, served in (("--tp", self.tp, 1), ("--hicache-size", self.host_gb, 0)):
+            if value != served:
+                raise ValueError(f"{flag} {value}: with DeepSeek-V4.1 on GPUs it is rejected at start; give {served}")
 
     def _check_drafts(self) -> None:
         given = f"--speculative-num-draft-tokens {self.draft_tokens}"

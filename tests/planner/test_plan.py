@@ -23,7 +23,6 @@ from benchmarks import capacity
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.plan import holds
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.v41 import SERVED_ON_CPU_ONLY
 from dsv4_sglang.planner import ask_sglang
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import BEFORE_WEIGHTS, BESIDE_WEIGHTS, GPUS
@@ -342,8 +341,6 @@ def test_v41() -> None:
     changes = dict(neighbours(given))
     assert changes and not any("speculative" in change or "dtype" in change for change in changes)
     assert recommend(replace(given, count=2), "latency").choice.draft_tokens == 0
-    words = ("--gpu", "h200", "--count", "1", "--experts", "fp8", "--model", str(SHAPES / "v41wide"))
-    assert f"\n{SERVED_ON_CPU_ONLY}: a server on GPUs is rejected" in invoke(*words)
     plain = count_weights(changed(V41, quantization_config=None), Format.BF16)
     assert plain.bytes > 1.8 * count_weights(V41, Format.FP8).bytes
 
@@ -673,7 +670,12 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--model awq", r"quant_method' is 'awq'; expected 'fp8'"),
         ("--model narrow", r"config field 'head_dim' is 128; this cache stores only 512"),
         ("--model no-nextn --speculative-num-draft-tokens 4", r"num-draft-tokens 4: .* has no NextN layer"),
-        ("--model v41 --speculative-num-draft-tokens 4", r"speculation with DeepSeek-V4.1 is rejected at start"),
+        ("--model v41 --tp 1 --speculative-num-draft-tokens 4", r"speculation with DeepSeek-V4.1 is rejected at start"),
+        ("--model v41 --count 2 --tp 2", r"--tp 2: with DeepSeek-V4.1 on GPUs it is rejected at start"),
+        (
+            "--model v41 --tp 1 --hicache-size 8",
+            r"--hicache-size 8: with DeepSeek-V4.1 on GPUs it is rejected .*; give 0",
+        ),
         ("--model v41 --kv-cache-dtype bfloat16", r"--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1"),
         ("--model v41-engram", r"'engram_layer_ids': a server rejects DeepSeek-V4.1 with Engram layers"),
         ("--model v41-images", r"'vision_config': a server rejects DeepSeek-V4.1 with images"),

@@ -65,16 +65,13 @@ def plugin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Folder of the plugin in all servers that the module starts (server_plugin.py).
 
     RECORDS of the module names the folders for what the plugin records. Prefill steps of up to GRAPH_TOKENS tokens run
-    like GPU graphs. CUDA_LAYERS selects SGLang's CUDA layer classes. UNTESTED_DEVICE lifts the rejection
-    of a device.
+    like GPU graphs. CUDA_LAYERS selects SGLang's CUDA layer classes.
     """
     folder = tmp_path_factory.mktemp("plugin")
     for name in getattr(request.module, "RECORDS", ()):
         (folder / name).mkdir()
     if getattr(request.module, "CUDA_LAYERS", False):
         (folder / "cuda_layers").touch()
-    if getattr(request.module, "UNTESTED_DEVICE", False):
-        (folder / "untested_device").touch()
     graph_tokens = getattr(request.module, "GRAPH_TOKENS", 0)
     if graph_tokens:
         (folder / "sizes").write_text(json.dumps([4, 16, 40, graph_tokens]))

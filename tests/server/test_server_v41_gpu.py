@@ -1,8 +1,4 @@
-"""DeepSeek-V4.1 on a GPU: bf16 compute, decode steps in CUDA graphs, eager and recorded prefill steps.
-
-Servers reject GPUs with this model until these tests have passed (flag_validation.py). The plugin lifts that rejection
-alone (server_plugin.py).
-"""
+"""DeepSeek-V4.1 on a GPU: bf16 compute, decode steps in CUDA graphs, eager and recorded prefill steps."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
-UNTESTED_DEVICE = True
 LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)
 GENERATED = 16
 RECORDED = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "2048")

@@ -15,8 +15,8 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from dsv4_sglang.cache.host_memory import available_bytes
-from dsv4_sglang.model import v41
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.ops.cuda_index import CANDIDATE_ENTRIES, CANDIDATE_HEADS
 from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
 from dsv4_sglang.srt.host_cache.stored_segments import SHM, free_bytes, require_memory, unowned_bytes
@@ -293,14 +293,15 @@ def _rejected_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
 
 def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[tuple[str, str]]:
     """Yield flags that do not exist for DeepSeek-V4.1 or have not been tested with it."""
-    if hf_config.model_type not in v41.MODEL_TYPES:
+    if hf_config.model_type not in V41_MODEL_TYPES:
         return
-    untested = "with DeepSeek-V4.1 it has not been tested"
-    if args.device != "cpu":
-        yield f"--device {args.device}", f"{v41.SERVED_ON_CPU_ONLY}; give cpu"
-    for field, served in (("speculative_algorithm", None), ("disaggregation_mode", "null")):
-        if (value := getattr(args, field)) != served:
-            yield _named(field, value), f"{untested}; leave it out"
+    served: dict[str, object] = {"speculative_algorithm": None, "disaggregation_mode": "null"}
+    if args.device == "cuda":
+        served |= {"tp_size": 1, "enable_hierarchical_cache": False, "enable_memory_saver": False}
+    for field, tested in served.items():
+        if (value := getattr(args, field)) != tested:
+            where = "" if args.device == "cpu" else " on a GPU"
+            yield _named(field, value), f"with DeepSeek-V4.1{where} it has not been tested; leave it out"
     if args.device == "cuda":
         if (size := getattr(hf_config, "candidate_block_size", CANDIDATE_ENTRIES)) != CANDIDATE_ENTRIES:
             yield f"a checkpoint with candidate_block_size {size}", f"on a GPU it is {CANDIDATE_ENTRIES}"
