@@ -108,7 +108,7 @@ class HostBench(Bench):
             number: number of the start.
             storage: value of --hicache-storage-backend.
         """
-        conversations = [array("i", self.prompt(self.args.tokens)) for _ in range(self.args.conversations)]
+        conversations = [self.conversation() for _ in range(self.args.conversations)]
         base = [*self.base(), *self.host_flags(), "--hicache-storage-backend", storage]
         base += ["--hicache-storage-prefetch-policy", "wait_complete", "--enable-cache-report"]
         with contextlib.ExitStack() as stack:
@@ -123,12 +123,13 @@ class HostBench(Bench):
             drop_from_page_cache(folder)
             with serving(label=f"{storage}-{number}-second") as (server, facts):
                 client = Client(server.url)
-                client.generate(array("i", self.prompt(self.args.tokens)), 1)  # compiles what both need
-                for at, prompts in ((storage, conversations), ("cold", [self.new() for _ in conversations])):
+                client.generate(self.conversation(), 1)  # compiles what both need
+                for at, prompts in ((storage, conversations), ("cold", [self.conversation() for _ in conversations])):
                     answers = [client.generate(prompt, 1) for prompt in prompts]
                     yield {"at": at, **self.first_tokens(answers), "server": {**facts, "storage": storage}}
 
-    def new(self) -> array[int]:
+    def conversation(self) -> array[int]:
+        """Return a new prompt of --tokens tokens."""
         return array("i", self.prompt(self.args.tokens))
 
     def first_tokens(self, answers: list[Answer]) -> dict[str, Any]:
