@@ -197,6 +197,8 @@ FIGURES = {
     "decode": ("value", "between_tokens_ms.p50", "between_tokens_ms.p95"),
     "turnover tokens/s/GPU": ("value", "first_token_ms.p50", "later_token_ms.p50"),
     "GPU step us (profiled)": ("value", "idle_us"),
+    "tokens per GB of host memory": ("value", "GB", "copies"),
+    "first token after a restart": ("first_token_ms.p50", "first_token_ms.p95"),
     "trace": ("hit_of_ideal", "first_token_ms.p50", "first_token_ms.p95"),
     None: ("hit_of_ideal", "turn_s_p50"),
 }

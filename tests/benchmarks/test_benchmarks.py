@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
+from support import server_forkserver
 from support.liveness import LONG, wait
 
 from benchmarks import (
@@ -31,6 +32,7 @@ from benchmarks import (
     command_line,
     disaggregation,
     full_pool,
+    host_cache,
     loads,
     move,
     move_in_tree,
@@ -39,6 +41,7 @@ from benchmarks import (
     retract,
     run,
     servers,
+    tier,
     timing,
     tokenizer_workers,
     traffic,
@@ -253,6 +256,35 @@ def test_dry_run(name: str, tmp_path: Path) -> None:
     """Each program that needs no server runs with its smallest sizes, and its text names no failure."""
     assert importlib.import_module(f"benchmarks.{name}").main(arguments(tmp_path, "--quick")) == 0
     assert not result(tmp_path, name)["failures"]
+
+
+def test_ranks_copy_at_once(tmp_path: Path) -> None:
+    """Each of two processes saves its part of shared rows and loads all, which the program compares."""
+    assert tier.main(arguments(tmp_path, "--ranks", "2", "--parts", "ranks")) == 0
+    made = result(tmp_path, "tier")
+    one, (save, load) = made["rows"][0], [row for row in made["rows"] if row["subject"] == "2 ranks"]
+    assert not made["failures"]
+    assert [row["move"] for row in (save, load)] == ["save", "load"]
+    assert load["MB"] == 2 * save["MB"] == 2 * one["MB"]
+    assert all(row["GB/s"] == pytest.approx(row["MB"] / row["us"] * 1e3) for row in (save, load))
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_dry_run_of_a_host_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes take the memory of one copy, and a restart finds all conversations in memory."""
+    if os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize < 2 * host_cache.GB:
+        pytest.skip("/dev/shm has less than 2 GB")
+    monkeypatch.setattr(servers, "start", lambda made, out: server_forkserver.start(made, Path(out.name)))
+    out = tmp_path / "rows.jsonl"
+    given = ["--dry-run", "--out", str(out), "--measure", "memory,restart", "--storages", "shm"]
+    assert host_cache.main(given) == 0
+    memory, found, cold = map(json.loads, out.read_text().splitlines())
+    assert memory["copies"] == pytest.approx(1, abs=0.2), memory
+    assert memory["value"] == pytest.approx(memory["tokens"] / memory["GB"])
+    assert (found["at"], cold["at"]) == ("shm", "cold")
+    assert found["from_storage"] == found["cached"] == [768] * 3 and not any(cold["cached"])
+    assert found["first_token_ms"]["p50"] < cold["first_token_ms"]["p50"]
 
 
 @pytest.mark.server
@@ -545,6 +577,9 @@ def test_conflicting_options_are_rejected(given: str, said: str, capsys: pytest.
         ("retract", "--servers theirs", "--servers theirs: expected some of"),
         ("full_pool", "--trees theirs", "--trees theirs: expected some of ours"),
         ("full_pool", "--conversations 5k", "--conversations 5k: expected positive numbers"),
+        ("host_cache", "--out x --measure copies", "--measure copies: expected some of memory, decode, restart"),
+        ("host_cache", "--out x --storages nixl", "--storages nixl: expected some of shm, file"),
+        ("tier", "--ranks 0", "--ranks 0: expected at least 1"),
         ("disaggregation", "--rate 0", "--rate 0.0: expected numbers above 0"),
         ("turns", "--out x --tier host --loads=", "--tier host without --loads"),
         ("turns", "--out x --turnover 8192x64", "turnover 8192x64: expected PROMPT+ANSWERxCLIENTS"),

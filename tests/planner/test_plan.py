@@ -570,7 +570,8 @@ def test_the_command_has_every_choice() -> None:
         *("--context-length", "262144", "--hicache-size", "100"),
     )
     assert re.search(
-        r"^host cache: [\d,]+ tokens in 200 GB \(2 caches of 100\); --\S+ shm keeps them for the next start$",
+        r"^host cache: [\d,]+ tokens in 200 GB \(2 caches of 100\), one copy for all processes of a machine; "
+        r"with --\S+ shm the next start and other servers of the machine find them$",
         printed,
         re.MULTILINE,
     )
@@ -588,7 +589,7 @@ def test_host_tokens_do_not_depend_on_the_processes() -> None:
     """64 GiB hold what docs/guides/host_cache.md says, for two processes and for eight that share them."""
     for count in ("2", "8"):
         printed = invoke("--gpu", "h200", "--count", count, "--model", "flash", "--hicache-size", "69")
-        (tokens,) = re.findall(r"^host cache: ([\d,]+) tokens in 69 GB;", printed, re.MULTILINE)
+        (tokens,) = re.findall(r"^host cache: ([\d,]+) tokens in 69 GB, one copy for all", printed, re.MULTILINE)
         assert int(tokens.replace(",", "")) // 10**5 == 173, tokens
 
 

@@ -380,6 +380,9 @@ def test_impossible_shared_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -
             reject_for_machine(args)
         monkeypatch.setattr(flag_validation, "unowned_bytes", lambda folder: 8 * 10**9)
         reject_for_machine(args)
+        monkeypatch.setattr(flag_validation, "free_bytes", lambda folder: -8 * 10**9)
+        with pytest.raises(LaunchError, match="has 0 GB of memory left; free some, or leave out --enable-hier"):
+            reject_for_machine(args)
         folder.chmod(0o770)
         with pytest.raises(LaunchError, match=f"{folder} has mode 0770: users other than its owner can write it"):
             reject_for_machine(args)

@@ -389,9 +389,10 @@ def _reject_host_size(args: Any, memory: int, where: str) -> None:
     size, caches = args.hicache_size, max(1, _attention_ranks(args) // args.nnodes)
     if size * caches > memory:
         of_ranks = f" for each of {caches} ranks of DP attention" if caches > 1 else ""
+        most = memory // caches
+        advice = f"give at most {most}" if most else "free some, or leave out --enable-hierarchical-cache"
         raise LaunchError(
-            f"--hicache-size {size}: {size} GB{of_ranks}, but {where} {memory} GB of memory left; give at most "
-            f"{memory // caches}"
+            f"--hicache-size {size}: {size} GB{of_ranks}, but {where} {memory} GB of memory left; {advice}"
         )
 
 
