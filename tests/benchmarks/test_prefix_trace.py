@@ -188,7 +188,8 @@ def conversations(server: FakeServer, device_tokens: int = 0) -> turns.Conversat
     def fresh(tokens: int) -> list[int]:
         return servers.random_prompt(tokens, 60_000, next(seeds))
 
-    return turns.Conversations(_client(server), fresh, device_tokens, rounds=2, deadline=math.inf)
+    tier = "host" if device_tokens else "device"
+    return turns.Conversations(_client(server), fresh, tier, device_tokens, rounds=2, deadline=math.inf)
 
 
 def test_turns_hit_exactly_the_prefix(server: FakeServer) -> None:
