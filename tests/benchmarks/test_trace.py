@@ -17,7 +17,7 @@ from support import server_forkserver
 from benchmarks import agent_trace, servers, trace
 from benchmarks.agent_trace import TraceConfig
 from benchmarks.client import TIERS, Answer
-from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
+from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, live_tokens, load, perfect_hits
 
 pytestmark = pytest.mark.full
 
@@ -115,6 +115,17 @@ def test_agent_trace_has_the_hit_rate_of_agentx(tmp_path: Path) -> None:
     assert all(request.delay > 0 for request in made if request not in firsts)
 
 
+def test_shorter_agents_hit_and_live_as_much(tmp_path: Path) -> None:
+    """A fourth of the lengths gives about a fourth of the tokens, the same number of turns, and the same hit rate."""
+    long, short = (
+        load(written(tmp_path / f"{shorter}.jsonl", agent_trace.agents(8, 16, 1, shorter))) for shorter in (1, 4)
+    )
+    assert len(long) == len(short)
+    assert 3.5 < live_tokens(long) / live_tokens(short) < 4.5
+    rates = [sum(perfect_hits(made)) / sum(request.tokens for request in made) for made in (long, short)]
+    assert abs(rates[0] - rates[1]) < 0.02
+
+
 class Told:
     """Client whose requests take 20 ms and which records when each begins and ends."""
 
@@ -168,7 +179,35 @@ def test_misses_are_counted_by_cause() -> None:
     assert (row["ideal_tokens"], row["cached_tokens"], row["bounded_ideal_tokens"]) == (2048, 256, {"512": 1024})
     assert row["missed"]["tokens"] == 1792 and row["missed"]["in_flight"] == 1024
     assert (row["missed"]["no_snapshot"], row["missed"]["other"]) == (512, 256)
+    assert row["live_tokens"] == 1024 and row["first_token_ms"]["p99"] == 1000
     assert "no_snapshot" not in trace.summary(pairs, [], lost=None)["missed"]
+
+
+def test_the_end_that_fills_no_block_is_a_miss_of_its_own() -> None:
+    """Of 1,535 ideal tokens the last 127 fill no block. A request that hits all but those misses nothing else."""
+    spans = [
+        trace.Done(at, 0.0, 1536, 1, hit, {"device": hit}, 1.0, 1.0, 0.0) for at, hit in ((0, 0), (2, 1408), (4, 0))
+    ]
+    row = trace.summary([(one(1, 2, 3), done) for done in spans], [], lost=0.0)
+    assert row["ideal_tokens"] == 2 * 1535
+    assert row["missed"]["partial_block"] == 2 * 127 and row["missed"]["other"] == 1408
+
+
+def test_live_tokens_are_those_that_return() -> None:
+    requests = [one(1, 2), one(3), one(1, 4), one(3), one(1), one(5)]
+    assert live_tokens(requests) == 2 * HASH_BLOCK
+    assert live_tokens(requests[:1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "host"),
+    [("", None), ("--enable-hierarchical-cache", 2000), ("--enable-hierarchical-cache --hicache-ratio 4", 4000)],
+)
+def test_tokens_of_device_and_host(flags: str, host: int | None) -> None:
+    facts = {"max_total_num_tokens": 1000, "bytes_a_token": 4000.0, "command": f"-m sglang {flags}"}
+    assert trace.held_tokens(facts) == ([1000] if host is None else [1000, 1000 + host])
+    sized = facts | {"command": "--enable-hierarchical-cache --hicache-ratio 4 --hicache-size 2"}
+    assert trace.held_tokens(sized) == [1000, 1000 + 500_000]
 
 
 @pytest.mark.server
@@ -184,7 +223,8 @@ def test_a_trace_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for row in rows:
         assert 0.7 < row["hit_of_ideal"] <= 1.0  # Up to 127 of 500 tokens lie behind a snapshot.
         missed = row["missed"]
-        assert missed["tokens"] == missed["in_flight"] + missed["no_snapshot"] + missed["other"]
+        kinds = ("in_flight", "partial_block", "no_snapshot", "other")
+        assert missed["tokens"] == sum(missed[kind] for kind in kinds) and missed["partial_block"] > 0
         assert row["environment"]["versions"]["sglang"]
     lines = [json.loads(line) for line in out.with_suffix(".requests.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * len(load(file))
