@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import server_forkserver
 
-from benchmarks import agent_trace, servers, trace
+from benchmarks import agent_trace, prefix_simulation, servers, simulated_server, trace
 from benchmarks.agent_trace import TraceConfig
 from benchmarks.client import TIERS, Answer
 from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, live_tokens, load, perfect_hits
@@ -197,6 +197,29 @@ def test_live_tokens_are_those_that_return() -> None:
     requests = [one(1, 2), one(3), one(1, 4), one(3), one(1), one(5)]
     assert live_tokens(requests) == 2 * HASH_BLOCK
     assert live_tokens(requests[:1]) == 0
+
+
+def test_simulated_hits_are_the_whole_blocks_of_the_ideal(tmp_path: Path) -> None:
+    """With a snapshot at each block, one request at a time and memory without end, nothing else is computed again."""
+    made = load(written(tmp_path / "agents.jsonl", replace(TINY, turns=(6, 10), generate=(300, 900))))
+    simulation = simulated_server.Simulation(10_000, 10_000, 128, concurrency=1)
+    simulation.replay(made)
+    assert simulation.hit_tokens == sum(hit // 128 * 128 for hit in perfect_hits(made)) > 0
+    assert simulation.lost_tokens == 0
+
+
+def test_study_of_a_trace_file(tmp_path: Path) -> None:
+    """Less memory hits less, and no policy more than the optimum plus what unlimited slots add."""
+    file = written(tmp_path / "agents.jsonl", replace(TINY, conversations=12, active=6))
+    given = ["--parts", "trace", "--trace", str(file), "--out", str(tmp_path)]
+    assert prefix_simulation.main(given) == 0
+    made = json.loads((tmp_path / "prefix_simulation.json").read_text())
+    assert not made["failures"]
+    rows = {(row["live"], row["slots"] == "unlimited", row["share"]): row for row in made["rows"]}
+    assert len(rows) == 4 * 3
+    hits = [rows[live, True, None]["hit"] for live in prefix_simulation.LIVE]
+    assert hits == sorted(hits, reverse=True) and hits[0] > 0.8
+    assert all(row["hit"] <= row["optimal"] for row in made["rows"])
 
 
 @pytest.mark.parametrize(
