@@ -19,7 +19,9 @@ With --tier host the device holds just the largest load. Before each round other
 from the host themselves. SGLang's host cache hits more with `--flags "--swa-full-tokens-ratio 0.5"`.
 
 Servers run one after the other, --starts times in alternating order, with the flags of `benchmarks.serve`, whose cold
-prompts (--cold) and decode rates (--decode) are measured after the turns. Rows are appended to --out as they come, each
+prompts (--cold) and decode rates (--decode) are measured after the turns, and at last turnovers (--turnover): with
+8192+1024x64, 64 clients each send one request after the other, all with new prompts of 8,192 tokens and answers of
+1,024, at least 8 requests and 2 per client. Rows are appended to --out as they come, each
 with the number of its start. Nothing starts after --seconds; skipped loads are printed.
 """
 
@@ -42,6 +44,7 @@ from benchmarks import command_line
 from benchmarks.bench import Bench, OutOfTime, append_rows, settle
 from benchmarks.client import Answer, Client
 from benchmarks.report import spread
+from benchmarks.turnover import Turnover
 
 ANSWER_TOKENS = 16
 # SGLang's page, and the tokens of a conversation after its last whole page.
@@ -224,7 +227,7 @@ def tier_flags(args: argparse.Namespace) -> list[str]:
 
 
 def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[dict[str, Any], None, None]:
-    """Yield the rows of one start of a server: tokens in the cache, the loads, cold prompts, decode rates.
+    """Yield the rows of one start of a server: tokens in the cache, the loads, cold prompts, decode rates, turnovers.
 
     Args:
         args: the command line.
@@ -253,6 +256,12 @@ def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[di
                 for row in rows(server):
                     yield {**row, "server": facts}
                     bench.check_time()
+        bench.warm_up(
+            server, bursts=[load.clients for load in args.turnover], prompts=[load.prompt for load in args.turnover]
+        )
+        for load in args.turnover:
+            bench.check_time()
+            yield {**load.measure(server.url, bench.prompt, args.tp), "server": facts}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -262,7 +271,7 @@ def line(row: dict[str, Any]) -> str:
         figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high", "step_ms") if row.get(name)]
         if gaps := row.get("between_tokens_ms"):
             figures.append(f"between tokens {gaps['p50']} (p95 {gaps['p95']}) ms")
-        return " ".join([begin, row["measure"], str(row.get("at", "")), *figures])
+        return " ".join([begin, row["measure"], str(row.get("at", row.get("load", ""))), *figures])
     first, turn, cached = row["first_token_ms"], row["turn_ms"], row["cached"]
     hits = f"{cached['turns']} of {row['turns']} found {cached['expected']}, {row['tier_share']:.0%} {row['tier']}"
     return (
@@ -277,6 +286,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--tier", choices=("device", "host"), default="device", help="where prefixes hit")
     options.add_argument("--rounds", type=int, help=f"timed rounds of a load ({ROUNDS})")
     options.add_argument("--cold", default="", help="tokens of cold prompts to measure too, as in 8192,65536")
+    options.add_argument("--turnover", default="", help="PROMPT+ANSWERxCLIENTS, as in 8192+1024x1,8192+1024x64")
     command_line.add_servers(options, "ours,sglang-best,sglang")
     command_line.add_decode(options)
     args = options.parse_args(argv)
@@ -284,6 +294,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     try:
         loads = args.loads if args.loads is not None else DRY_LOADS if args.dry_run else LOADS
         args.loads = [Load.parse(text) for text in loads.split(",") if text]
+        args.turnover = [Turnover.parse(text) for text in args.turnover.split(",") if text]
     except argparse.ArgumentTypeError as error:
         options.error(str(error))
     if args.tier == "host" and not args.loads:

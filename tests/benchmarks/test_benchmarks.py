@@ -485,6 +485,8 @@ def test_conflicting_options_are_rejected(given: str, said: str, capsys: pytest.
         ("full_pool", "--conversations 5k", "--conversations 5k: expected positive numbers"),
         ("disaggregation", "--rate 0", "--rate 0.0: expected numbers above 0"),
         ("turns", "--out x --tier host --loads=", "--tier host without --loads"),
+        ("turns", "--out x --turnover 8192x64", "turnover 8192x64: expected PROMPT+ANSWERxCLIENTS"),
+        ("turns", "--out x --turnover 8192+1x64", "turnover 8192+1x64: expected PROMPT+ANSWERxCLIENTS"),
         ("trace", "none.jsonl --out x --closed 1", "none.jsonl"),
         ("prefix_trace", "trace --active 1 2 --visits 3", "expected as many visits as loads"),
     ],
