@@ -251,7 +251,7 @@ class Ideal:
         return min(turn.cut, known, turn.prompt - 1)
 
 
-def agents(count: int, sessions: int, seed: int = 0, shorter: int = 1) -> TraceConfig:
+def agents(count: int, sessions: int, seed: int = 0, shorter: int = 1, *, midway: bool = False) -> TraceConfig:
     """Return the load of `count` concurrent coding agents, `sessions` sessions in total.
 
     Args:
@@ -259,6 +259,7 @@ def agents(count: int, sessions: int, seed: int = 0, shorter: int = 1) -> TraceC
         sessions: sessions in total.
         seed: seed of the load.
         shorter: factor by which prompts and answers are shorter than those of real agents, one of SHORTER.
+        midway: as in `TraceConfig`.
     """
     return TraceConfig(
         conversations=sessions,
@@ -270,6 +271,7 @@ def agents(count: int, sessions: int, seed: int = 0, shorter: int = 1) -> TraceC
         generate=(32 // shorter, 600 // shorter),
         branching=0.1,
         branches=(0.1, 0.95),
+        midway=midway,
     )
 
 
@@ -317,9 +319,10 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--pause", type=float, default=3.0, help="median pause for a tool, in seconds (%(default)s)")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--shorter", type=int, default=1, choices=SHORTER, help="divisor of all lengths (%(default)s)")
+    options.add_argument("--midway", action="store_true", help="sessions start midway: all tokens live from the start")
     options.add_argument("--out", type=Path, required=True, help="JSON lines")
     args = options.parse_args(argv)
-    config = agents(args.agents, args.sessions or 2 * args.agents, args.seed, args.shorter)
+    config = agents(args.agents, args.sessions or 2 * args.agents, args.seed, args.shorter, midway=args.midway)
     args.out.write_text("".join(json.dumps(line) + "\n" for line in requests(config, args.pause)))
     made = read(args.out)
     prompts = sum(one.tokens for one in made)

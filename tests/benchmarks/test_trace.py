@@ -126,6 +126,17 @@ def test_shorter_agents_hit_and_live_as_much(tmp_path: Path) -> None:
     assert abs(rates[0] - rates[1]) < 0.02
 
 
+def test_agents_that_start_midway_are_all_live_from_the_start(tmp_path: Path) -> None:
+    """The first 100 requests of 20 agents leave three times as many live tokens, and later requests hit as before."""
+    made = [
+        load(written(tmp_path / f"{midway}.jsonl", agent_trace.agents(20, 40, 1, 8, midway=midway)))
+        for midway in (False, True)
+    ]
+    first, midway = (live_tokens(requests[:100]) for requests in made)
+    assert midway > 2 * first
+    assert sum(perfect_hits(made[1])[200:]) / sum(request.tokens for request in made[1][200:]) > 0.9
+
+
 class Told:
     """Client whose requests take 20 ms and which records when each begins and ends."""
 
