@@ -62,7 +62,6 @@ class Simulation:
         self.interval, self.concurrency = interval, concurrency
         self.running: deque[Running] = deque()
         self._keys: dict[tuple[int, int], np.ndarray] = {}
-        self._last_turn: dict[int, int] = {}
         self.prompt_tokens = self.hit_tokens = self.ideal_tokens = self.lost_tokens = self.rejected = 0
         self._ideal = Ideal()
         self._answers = 0
