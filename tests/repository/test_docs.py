@@ -165,11 +165,7 @@ FIGURES = [
         (RESULTS, f"decode tokens/s, {n} requests", FLASH, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
         for n in (16, 64, 256)
     ),
-    (RESULTS, "agents, 3 GiB, 1.55 M", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
-    (
-        *(RESULTS, "agents, 4.62 M live tokens, 10 times the GPU: hits, % (14.2 and 13.0 GB)"),
-        *("tier_trace", {}, "hit_of_ideal", "{:.1%}"),
-    ),
+    (RESULTS, "agents, 1.56 M live tokens: hits, %", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
     (RESULTS, "DP attention: tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,.0f}"),
     *(
         (RESULTS, f"DP attention: decode tokens/s, {n} requests", DP2, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
