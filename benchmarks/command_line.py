@@ -70,6 +70,8 @@ SERVERS = {
     "in-tree": "",
     "sglang": "",
     "sglang-best": BEST_FLAGS,
+    # What users set for more prefix hits.
+    "sglang-windows": f"{BEST_FLAGS} --swa-full-tokens-ratio 0.5",
 }
 
 

@@ -608,7 +608,7 @@ def test_a_missing_transfer_backend_is_named_before_a_start(
 def test_times_between_tokens_leave_out_the_first_quarter() -> None:
     arrivals = [0.0, 9.0, 10.0, 10.1, 10.2, 10.3, 10.4, 10.6]
     found = bench.between_tokens(Answer([0] * 8, 0, {}, 0.0, 10.6, arrivals))
-    assert found == {"p50": 100.0, "p95": 200.0, "low": 100.0, "high": 200.0}
+    assert found == {"p50": 100.0, "p95": 200.0, "p99": 200.0, "low": 100.0, "high": 200.0}
     assert bench.between_tokens(Answer([0], 0, {}, 0.0, 1.0, [1.0])) is None
 
 
