@@ -10,7 +10,11 @@ Models (benchmarks/configs, dummy weights):
 
 - flashshape: 43 layers with the ratios of V4-Flash and small widths,
 - v4flash: V4-Flash at its real widths with 128 of its 256 experts in FP8, for two or more GPUs,
-- v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs.
+- v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs,
+- v41wide: the 40 layers of V4.1-Flash and its widths except those of the experts, without Engram layers. Servers have
+  64 requests. SGLang has modes for it: `--servers ours,sglang,sglang-full,sglang-tails,sglang-encoder-replay,
+  sglang-best-tails`, which are its default, all layers for all tokens, 1,024 windows of prefixes, none of them, and
+  prefill graphs beside 1,024.
 
 One server runs at a time on the same GPUs, both with the same flags. Every size runs once with other tokens before it
 is timed. Measures:
@@ -63,7 +67,9 @@ FULL, QUICK, DRY = Load((1, 16, 64, 256), 256, 8192), Load((1, 64), 256, 8192), 
 class Bench(bench.Bench):
     @property
     def load(self) -> Load:
-        return DRY if self.args.dry_run else QUICK if self.args.quick else FULL
+        chosen = DRY if self.args.dry_run else QUICK if self.args.quick else FULL
+        most = command_line.MODELS[self.args.model].requests
+        return dataclasses.replace(chosen, requests=tuple(n for n in chosen.requests if n <= most))
 
     def profile(self, server: Server) -> Iterator[dict[str, Any]]:
         load = self.load
@@ -84,7 +90,7 @@ class Bench(bench.Bench):
         """Start a server, measure, and stop it.
 
         Args:
-            subject: key of `command_line.SERVERS`.
+            subject: key of `command_line.flags_of_servers`.
             number: number of the start.
         """
         base = {"subject": subject, "round": number, "flags": self.added(subject)}

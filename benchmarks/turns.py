@@ -111,22 +111,24 @@ class Conversations:
     Args:
         client: client of the server.
         prompt: returns the given number of random tokens, different ones at each call.
-        device_tokens: tokens that the device holds if turns are to hit the host, 0 to hit the device.
+        tier: where turns are expected to hit, one of `client.TIERS`.
+        device_tokens: tokens of other conversations that fill the device before each round; 0: none.
         rounds: timed rounds; a load of one conversation gets three times as many.
         deadline: time of `time.monotonic` after which nothing starts.
+        prefixes: prefilled conversations, by the tokens of their load.
     """
 
     client: Client
     prompt: Callable[[int], list[int]]
+    tier: str = "device"
     device_tokens: int = 0
     rounds: int = ROUNDS
     deadline: float = math.inf
-    _prefixes: dict[int, list[array[int]]] = field(default_factory=dict)
+    prefixes: dict[int, list[array[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tier = "host" if self.device_tokens else "device"
         count = math.ceil(self.device_tokens / FILLER_TOKENS)
-        self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE) for _ in range(count)]
+        self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE)[0] for _ in range(count)]
 
     def measure_all(self, loads: Sequence[Load]) -> Iterator[dict[str, Any]]:
         """Yield the row of each load. The first load runs once more before, unmeasured.
@@ -156,10 +158,22 @@ class Conversations:
         while len(timed) < wanted and not (timed and time.monotonic() > self.deadline):
             timed.append(self._timed_round(load))
         median = statistics.median(spent for spent, _ in timed)
-        row = self._summary(load, [answer for _, answers in timed for answer in answers])
+        row = self.summary(load, [answer for _, answers in timed for answer in answers])
         return row | {"warm_rounds": warm, "slow_rounds": sum(spent > 3 * median for spent, _ in timed)}
 
-    def _summary(self, load: Load, turns: list[Answer]) -> dict[str, Any]:
+    def begin(self, load: Load) -> Answer:
+        """Prefill one more conversation of a load. Return the answer, of one token."""
+        prefix, answer = self._prefilled(load.hit + REMAINDER)
+        self.prefixes.setdefault(load.tokens, []).append(prefix)
+        return answer
+
+    def turn(self, load: Load, number: int) -> Callable[[], Answer]:
+        """Return a function that sends the next turn of conversation `number` of a load."""
+        prompt = self.prefixes[load.tokens][number] + array("i", self.prompt(load.new))
+        return self.client.prepared(prompt, ANSWER_TOKENS)
+
+    def summary(self, load: Load, turns: Sequence[Answer]) -> dict[str, Any]:
+        """Return the row of the turns of a load."""
         cached = [turn.cached for turn in turns]
         expected = sum(count == load.hit for count in cached)
         return {
@@ -177,23 +191,20 @@ class Conversations:
 
     def _timed_round(self, load: Load) -> tuple[float, list[Answer]]:
         """Run one turn of each conversation of a load. Return the seconds and the answers."""
-        prefixes = self._prefixes.setdefault(load.tokens, [])
-        while len(prefixes) < load.at_once:
-            prefixes.append(self._prefilled(load.hit + REMAINDER))
+        while len(self.prefixes.get(load.tokens, [])) < load.at_once:
+            self.begin(load)
         self._check_time()
         if self._fillers:
             together([self.client.prepared(filler, ANSWER_TOKENS) for filler in self._fillers])
-        prompts = [prefix + array("i", self.prompt(load.new)) for prefix in prefixes[: load.at_once]]
-        asks = [self.client.prepared(prompt, ANSWER_TOKENS) for prompt in prompts]
+        asks = [self.turn(load, number) for number in range(load.at_once)]
         begin = time.perf_counter()
         answers = together(asks)
         return time.perf_counter() - begin, answers
 
-    def _prefilled(self, tokens: int) -> array[int]:
+    def _prefilled(self, tokens: int) -> tuple[array[int], Answer]:
         self._check_time()
         made = array("i", self.prompt(tokens))
-        self.client.generate(made, 1)
-        return made
+        return made, self.client.generate(made, 1)
 
     def _check_time(self) -> None:
         if time.monotonic() > self.deadline:
@@ -232,7 +243,7 @@ def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[di
         yield {"measure": "tokens in the cache", "value": tokens, "server": facts}
         from_host = tokens if args.tier == "host" else 0
         client = Client(server.url)
-        held = Conversations(client, bench.prompt, from_host, rounds=args.rounds, deadline=args.deadline)
+        held = Conversations(client, bench.prompt, args.tier, from_host, args.rounds, args.deadline)
         for row in held.measure_all(args.loads):
             yield {**row, "server": facts}
         sizes = bench.sizes

@@ -210,6 +210,24 @@ def test_figures_are_those_of_the_results(
     assert f"| {label} | {cells[0]} | {cells[1]} |" in page.read_text()
 
 
+def test_figures_of_a_shared_host_cache() -> None:
+    rows = rows_of("host_cache_cpu")
+    (memory,) = [row for row in rows if "copies" in row]
+    seconds = {
+        at: fmean(row["first_token_ms"]["p50"] for row in rows if row.get("at") == at) / 1e3
+        for at in ("shm", "file", "cold")
+    }
+    text = RESULTS.read_text()
+    assert f"{memory['value'] / 1e6:.2f} M tokens per GB,\nwith a copy each half" in text
+    assert round(memory["copies"], 2) == 1
+    assert (
+        "| first token after a restart, 3,000 tokens, p50 | {shm:.2f} s | {file:.2f} s | {cold:.1f} s |".format(
+            **seconds
+        )
+        in text
+    )
+
+
 def test_nothing_reaches_the_cache_without_a_server() -> None:
     """Only the self-test of `doctor` names `standalone` in an import or a string, so no server loads it."""
     package = ROOT / "dsv4_sglang"
