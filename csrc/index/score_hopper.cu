@@ -546,7 +546,8 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __gri
 template <typename Kernel>
 cudaError_t launch_here(Kernel kernel, int grid, int threads, int bytes, const ScoreParams& p, cudaStream_t stream) {
   const unsigned shared = unsigned(bytes + 1024);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  if (error == cudaSuccess) error = prefer_shared_memory(kernel);
   if (error != cudaSuccess) return error;
   return launch(kernel, {dim3(unsigned(grid)), unsigned(threads), shared, 1, true}, stream, p);
 }
