@@ -264,7 +264,7 @@ struct Piece {
 
   /// Returns the first or second block of tile `at`.
   __device__ __forceinline__ int block(int at, int second) const {
-    return table[min(2 * (at - begin) + second, last_block)];
+    return __ldg(table + min(2 * (at - begin) + second, last_block));
   }
 };
 
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     wait_for_previous_kernel();
     return;
   }
-  Piece piece(p, s, token_of_unit(s.ends, begin));
+  Piece piece(p, s, token_of_unit(p, s.ends, begin));
   const auto block_of = [&](int at) {
     const int tile = min(at, stop - 1);
     return piece.with(p, s, tile).block(tile, warp / 2);
@@ -355,7 +355,6 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     const int token = first + lane / 2;
     if (lane < 2 * tokens && token < p.tokens) prefetch(p.weights + token * kIndexHeads + lane % 2 * (kIndexHeads / 2));
   };
-  prefetch_weights(piece.token);
   PackedKeys packed;
   packed.load(p.keys + first_block * p.block_bytes, warp % 2, lane);
   for (int number = 0;; ++number) {
