@@ -726,8 +726,7 @@ cudaError_t launch_select(Params p, bool sm_90, int processors, cudaStream_t str
   if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);
   if (!few && p.width <= 16384) return launch_held<512, 8, 2>(p, sm_90, stream);
   p.cluster = 1;
-  while (sm_90 && p.width > 32 * kThreads && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors &&
-         p.cluster * kShare < p.width)
+  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
     p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
   const auto kernel = p.cluster > 1 ? select_kernel<Params, true, 1>
