@@ -371,6 +371,13 @@ __device__ __forceinline__ void wait_for_all() {
   }
 }
 
+/// Returns the address in block `rank` of the cluster that corresponds to `p`, or `p` itself outside of clusters.
+template <bool clustered, typename T>
+__device__ __forceinline__ T* in_block(T* p, int rank) {
+  if constexpr (clustered) return of_block(p, rank);
+  return p;
+}
+
 /// find_bin for the bins of a single block.
 template <int threads>
 __device__ __forceinline__ Found find_bin_of_all(SharedHeld<threads>& s, uint32_t wanted, int, int) {
@@ -468,8 +475,8 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     visit_ties([&](uint32_t x) { least = min(least, x), most = max(most, x); });
     least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
     if (lane < ranks) {
-      *of_block(&s.warp_low[warps * rank + warp], clustered ? lane : 0) = least;
-      *of_block(&s.warp_high[warps * rank + warp], clustered ? lane : 0) = most;
+      *in_block<clustered>(&s.warp_low[warps * rank + warp], lane) = least;
+      *in_block<clustered>(&s.warp_high[warps * rank + warp], lane) = most;
     }
     wait_for_all<clustered>();
     least = 0xffffffffu, most = 0;
@@ -542,7 +549,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
         if (!(ties >> (4 * i + k) & 1)) continue;
         const uint64_t number = order_of(order[i][k], first + 128 * i + k);
         const uint32_t at = lower_ties + atomicAdd(&s.count, 1u);
-        for (int to = 0; to < ranks; ++to) *of_block(&s.ties[at], to) = number;
+        for (int to = 0; to < ranks; ++to) *in_block<clustered>(&s.ties[at], to) = number;
       }
     }
     wait_for_all<clustered>();
