@@ -26,8 +26,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trace_file import HASH_BLOCK, perfect_hits
+from benchmarks.trace_file import HASH_BLOCK, live_tokens, perfect_hits
 from benchmarks.trace_file import load as read
+
+# Divisors of the lengths of agents. System prompts stay whole hash blocks.
+SHORTER = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -248,18 +251,27 @@ class Ideal:
         return min(turn.cut, known, turn.prompt - 1)
 
 
-def agents(count: int, sessions: int, seed: int = 0) -> TraceConfig:
-    """Return the load of `count` concurrent coding agents, `sessions` sessions in total."""
+def agents(count: int, sessions: int, seed: int = 0, shorter: int = 1, *, midway: bool = False) -> TraceConfig:
+    """Return the load of `count` concurrent coding agents, `sessions` sessions in total.
+
+    Args:
+        count: concurrent sessions.
+        sessions: sessions in total.
+        seed: seed of the load.
+        shorter: factor by which prompts and answers are shorter than those of real agents, one of SHORTER.
+        midway: as in `TraceConfig`.
+    """
     return TraceConfig(
         conversations=sessions,
         active=count,
         seed=seed,
-        systems=(16_384, 20_480, 24_576, 32_768),
+        systems=tuple(tokens // shorter for tokens in (16_384, 20_480, 24_576, 32_768)),
         turns=(30, 90),
-        tokens=(60_000, 180_000),
-        generate=(32, 600),
+        tokens=(60_000 // shorter, 180_000 // shorter),
+        generate=(32 // shorter, 600 // shorter),
         branching=0.1,
         branches=(0.1, 0.95),
+        midway=midway,
     )
 
 
@@ -306,13 +318,16 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--sessions", type=int, help="sessions in total (default: two per agent)")
     options.add_argument("--pause", type=float, default=3.0, help="median pause for a tool, in seconds (%(default)s)")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--shorter", type=int, default=1, choices=SHORTER, help="divisor of all lengths (%(default)s)")
+    options.add_argument("--midway", action="store_true", help="sessions start midway: all tokens live from the start")
     options.add_argument("--out", type=Path, required=True, help="JSON lines")
     args = options.parse_args(argv)
-    config = agents(args.agents, args.sessions or 2 * args.agents, args.seed)
+    config = agents(args.agents, args.sessions or 2 * args.agents, args.seed, args.shorter, midway=args.midway)
     args.out.write_text("".join(json.dumps(line) + "\n" for line in requests(config, args.pause)))
     made = read(args.out)
     prompts = sum(one.tokens for one in made)
-    print(f"{len(made)} requests, {prompts} prompt tokens, {sum(perfect_hits(made)) / prompts:.1%} ideal hits")
+    hits = f"{sum(perfect_hits(made)) / prompts:.1%} ideal hits"
+    print(f"{len(made)} requests, {prompts} prompt tokens, {hits}, {live_tokens(made)} live tokens")
 
 
 if __name__ == "__main__":

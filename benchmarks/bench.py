@@ -20,11 +20,12 @@ from typing import Any
 
 from benchmarks import servers
 from benchmarks.client import Answer, Client
-from benchmarks.command_line import MAX_REQUESTS, MODELS, SERVERS, is_ours, orders
+from benchmarks.command_line import MODELS, flags_of_servers, is_ours, orders
 from benchmarks.environment import environment
 from benchmarks.report import exit_on_time_limit, scratch_folder, spread
 from benchmarks.servers import Server
 from dsv4_sglang.cli.server import Endpoint
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 WARM_UP_TOKENS = 4
@@ -61,13 +62,32 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     chosen = QUICK if args.quick else FULL if args.model == "flashshape" else SHORT
     if args.decode:
         chosen = dataclasses.replace(chosen, decode={n: chosen.decode.get(n, 160) for n in args.decode})
+    else:
+        chosen = dataclasses.replace(chosen, decode=at_most(chosen.decode, MODELS[args.model].requests))
     if args.cold:
         chosen = dataclasses.replace(chosen, ttft={n: chosen.ttft.get(n, 5 if n <= 8192 else 3) for n in args.cold})
     return dataclasses.replace(chosen, prompt=getattr(args, "prompt", chosen.prompt))
 
 
+def at_most(sizes: dict[int, int], requests: int) -> dict[int, int]:
+    """Return the sizes with keys up to the running requests of a server."""
+    return {n: tokens for n, tokens in sizes.items() if n <= requests}
+
+
 class OutOfTime(Exception):
     """The time limit of --seconds is reached. The argument, if any, names what was skipped."""
+
+
+def tiny_model(folder: Path) -> Path:
+    """Return the folder of a new tiny model of the same generation as the one in `folder`."""
+    from dsv4_sglang.testing.tiny import make_tiny
+    from dsv4_sglang.testing.tiny_config import TinySpec
+    from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
+
+    made = scratch_folder("benchmark")
+    if json.loads((folder / "config.json").read_text())["model_type"] in V41_MODEL_TYPES:
+        return make_tiny_v41(made, TinyV41Spec(heads=8))
+    return make_tiny(made, TinySpec(ratios=(0, 4, 128)))
 
 
 class Bench:
@@ -82,29 +102,28 @@ class Bench:
         self.args, self.sizes, self.folder, self.seed = args, sizes_of(args), folder, 0
         self.model = MODELS[args.model].folder
         if args.dry_run:
-            from dsv4_sglang.testing.tiny import make_tiny
-            from dsv4_sglang.testing.tiny_config import TinySpec
-
-            self.model = make_tiny(scratch_folder("benchmark"), TinySpec(ratios=(0, 4, 128)))
+            self.model = tiny_model(self.model)
         if args.gpus:
             # This process uses a GPU too: it must be the first GPU of its own servers, not of a parallel benchmark.
             os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
-        self.vocab: int = json.loads((self.model / "config.json").read_text())["vocab_size"]
+        config = json.loads((self.model / "config.json").read_text())
+        self.vocab: int = config.get("text_config", config)["vocab_size"]
 
     # Servers
 
     def base(self) -> list[str]:
-        """Return the flags of a server for up to 256 requests, in a dry run for two.
+        """Return the flags of a server for the model's number of requests, in a dry run for two.
 
         SGLang divides the requests by the data-parallel ranks itself. The batch size of a graph is that of one rank.
         """
         interval = ["--decode-log-interval", str(self.sizes.log_interval)]
         if self.args.dry_run:
             return ["--max-running-requests", "2", "--context-length", "4096", *interval]
-        batches = [str(n) for n in GRAPH_BATCHES if n <= MAX_REQUESTS // self.args.dp]
+        requests = MODELS[self.args.model].requests
+        batches = [str(n) for n in GRAPH_BATCHES if n <= requests // self.args.dp]
         return [
             *("--mem-fraction-static", str(self.args.memory)),
-            *("--max-running-requests", str(MAX_REQUESTS), "--cuda-graph-bs-decode", *batches),
+            *("--max-running-requests", str(requests), "--cuda-graph-bs-decode", *batches),
             *interval,
         ]
 
@@ -121,22 +140,24 @@ class Bench:
 
     def environment(self) -> dict[str, str]:
         """Return additional variables of every server. With dummy weights no draft is right, so acceptance is
-        simulated."""
-        args = self.args
+        simulated. On a CPU SGLang needs the cores of each process."""
+        args, cores = self.args, sorted(os.sched_getaffinity(0))
+        first = (str(cores[rank * len(cores) // args.tp]) for rank in range(args.tp))
         return {
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(first)} if args.dry_run and args.tp > 1 else {}),
             **({"SGLANG_DSV4_FP4_EXPERTS": "1"} if MODELS[args.model].fp4_experts else {}),
             **({"SGLANG_SIMULATE_ACC_LEN": str(args.accept_length)} if args.speculate else {}),
         }
 
     def added(self, subject: str) -> str:
         """Return the flags of one server in addition to those of every server."""
-        return f"{SERVERS[subject]} {self.args.flags}".strip()
+        return f"{flags_of_servers(self.args.model)[subject]} {self.args.flags}".strip()
 
     def server(self, subject: str, label: str, base: Sequence[str], **environment: str) -> Server:
         """Return a server that is not started yet.
 
         Args:
-            subject: key of SERVERS.
+            subject: key of `command_line.flags_of_servers`.
             label: name of the log, and of the server in messages.
             base: flags of the program.
             **environment: additional variables of the server.

@@ -6,7 +6,8 @@ import argparse
 import math
 import shlex
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.environment import ROOT
@@ -15,8 +16,6 @@ from dsv4_sglang.srt.launch.flag_names import reject_unknown
 
 RESULTS = ROOT / "benchmarks" / "results"
 CONFIGS = ROOT / "benchmarks" / "configs"
-# Requests of a whole server, over all its ranks.
-MAX_REQUESTS = 256
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,8 @@ class Model:
         gpus: least number of GPUs.
         fp4_experts: the experts are in FP4, else in the format of the other weights.
         flags: flags of every server of this model.
+        requests: running requests of a server, over all its ranks.
+        servers: flags of servers that only this model has, in addition to those of `SERVERS`.
     """
 
     folder: Path
@@ -38,15 +39,29 @@ class Model:
     gpus: int
     fp4_experts: bool = False
     flags: tuple[str, ...] = ()
+    requests: int = 256
+    servers: Mapping[str, str] = field(default_factory=dict)
 
 
+# Prefill graphs of SGLang whose sizes fit the loads of `benchmarks.turns`.
+BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
+# SGLang keeps the windows of four prefixes per running request by default. Users raise it to this number.
+TAILS_FLAGS = "--swa-prefix-tails 1024"
+# Modes of SGLang for DeepSeek-V4.1. By default it computes layers 20 to 39 only for the last 128 tokens of a prefill
+# step, which is not exact; "full" computes them for all. "encoder-replay" keeps no window entries of a prefix and
+# computes its last 128 tokens again at each hit.
+V41_SERVERS = {
+    "sglang-full": "--no-enable-decoder-swa-bounded-replay",
+    "sglang-tails": TAILS_FLAGS,
+    "sglang-encoder-replay": "--enable-encoder-swa-bounded-replay",
+    "sglang-best-tails": f"{TAILS_FLAGS} {BEST_FLAGS}",
+}
 MODELS = {
     "flashshape": Model(CONFIGS / "flashshape", 0.6, 240, 1),
     "v4flash": Model(CONFIGS / "v4flash", 0.85, 420, 2),
     "v4flash_fp4": Model(CONFIGS / "v4flash_fp4", 0.85, 900, 4, True, ("--moe-runner-backend", "marlin")),
+    "v41wide": Model(CONFIGS / "v41wide", 0.66, 540, 1, requests=64, servers=V41_SERVERS),
 }
-# Prefill graphs of SGLang whose sizes fit the loads of `benchmarks.turns`.
-BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
 # Flags of each server in addition to those of the program. "in-tree" is "sglang", by the name that kernels have in the
 # results.
 SERVERS = {
@@ -55,7 +70,14 @@ SERVERS = {
     "in-tree": "",
     "sglang": "",
     "sglang-best": BEST_FLAGS,
+    # What users set for more prefix hits.
+    "sglang-windows": f"{BEST_FLAGS} --swa-full-tokens-ratio 0.5",
 }
+
+
+def flags_of_servers(model: str) -> dict[str, str]:
+    """Return the flags of each server that a model has, as in `SERVERS`."""
+    return {**SERVERS, **MODELS[model].servers}
 
 
 def is_ours(server: str) -> bool:
@@ -94,7 +116,7 @@ def add_model(options: argparse.ArgumentParser) -> None:
     """Add the options of a program that starts servers of one model."""
     options.add_argument("--model", choices=MODELS, default="flashshape", help="in benchmarks/configs (%(default)s)")
     options.add_argument("--flags", default="", help='more flags for all servers, as in --flags="--sleep-on-idle"')
-    options.add_argument("--mem-fraction-static", type=float, dest="memory", help="default: 0.6 flashshape, else 0.85")
+    options.add_argument("--mem-fraction-static", type=float, dest="memory", help="default: 0.6 to 0.85, by the model")
     options.add_argument("--start-timeout", type=float, help="seconds to start (default: that of the model)")
     options.set_defaults(servers="", starts=1, tp=1, dp=1, gpus="", speculate=0, decode="", cold="", url="")
 
@@ -103,7 +125,9 @@ def add_servers(options: argparse.ArgumentParser, default: str) -> None:
     """Add the options of a program that compares servers. `default` names the servers."""
     add_model(options)
     names = ", ".join(SERVERS)
-    options.add_argument("--servers", default=default, help=f"in the order of the first start (%(default)s): {names}")
+    own = "; ".join(f"{name}: {', '.join(model.servers)}" for name, model in MODELS.items() if model.servers)
+    started = f"in the order of the first start (%(default)s): {names}; only of {own}"
+    options.add_argument("--servers", default=default, help=started)
     options.add_argument("--starts", type=int, default=1, help="starts of each server, in alternating order")
     options.add_argument("--tp", type=int, default=1, help="GPUs of a server (%(default)s)")
     options.add_argument("--dp", type=int, default=1, help="ranks of DP attention among them (%(default)s)")
@@ -135,13 +159,14 @@ def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.start_timeout = model.start_seconds if args.start_timeout is None else args.start_timeout
     args.deadline = time.monotonic() + args.seconds
     args.servers = [name for name in args.servers.split(",") if name]
-    if unknown := set(args.servers) - {*SERVERS}:
-        options.error(f"--servers {min(unknown)}: expected some of {', '.join(SERVERS)}")
+    if unknown := set(args.servers) - flags_of_servers(args.model).keys():
+        known = ", ".join(flags_of_servers(args.model))
+        options.error(f"--servers {min(unknown)}: expected some of {known} with --model {args.model}")
     if args.url:
         args.servers, args.starts = ["running"], 1
     elif args.dry_run:
         args.servers = ["ours"]
-    args.decode = numbers(options, "decode", args.decode, most=MAX_REQUESTS)
+    args.decode = numbers(options, "decode", args.decode, most=model.requests)
     args.cold = numbers(options, "cold", args.cold)
     if args.starts < 1:
         options.error(f"--starts {args.starts}: expected at least 1")

@@ -58,6 +58,12 @@ def gpu() -> dict[str, Any]:
     return facts
 
 
+def used_memory(index: str = "0") -> int | None:
+    """Return the bytes of a GPU that all processes use, or None without one. `index`: number of the GPU."""
+    listed = _output(["nvidia-smi", "-i", index, "--query-gpu=memory.used", "--format=csv,noheader,nounits"])
+    return int(listed) << 20 if listed and listed.isdigit() else None
+
+
 def environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -73,13 +73,13 @@ class Load(NamedTuple):
         )
 
 
-DECODE = ((1, 16), (1, 128), (1, K), (16, 32), (64, 16), (16, 128), (64, 128), (256, 16))
+DECODE = ((1, 16), (1, 128), (1, 256), (1, 512), (1, K), (16, 32), (64, 16), (16, 128), (64, 128), (256, 16))
 # Four tokens per request, three of them drafts.
 VERIFY = ((1, 128), (16, 32), (64, 32), (16, 128))
 CASES = (
     *(Load(n, thousands * K) for n, thousands in DECODE),
     *(Load(n, thousands * K, 4) for n, thousands in VERIFY),
-    *(Load(1, 64 * K, 8 * K), Load(1, 256 * K, 8 * K)),
+    *(Load(1, thousands * K, 8 * K) for thousands in (64, 256, 512, K)),
 )
 QUICK = (Load(1, 128 * K), Load(16, 128 * K), Load(64, 16 * K), Load(1, 128 * K, 4), Load(1, 64 * K, 8 * K))
 DRY = (Load(2, 4 * K), Load(1, 4 * K, 64))

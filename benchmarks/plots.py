@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import append, attend, index, move
-from benchmarks.command_line import RESULTS
+from benchmarks.command_line import RESULTS, is_ours
 from benchmarks.environment import ROOT
 
 OURS, SGLANG, OTHER = "#1f6feb", "#e8743b", "#8c959f"
@@ -137,7 +137,8 @@ def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
         for kind, prompts in (("1 to 700", "up to 700 tokens"), ("long", "2,600 tokens"))
         for name, (label, series) in names.items()
         for row in rows
-        if (row["server"], row["path"], row["prompts"]) == (name, "decode", kind)
+        if (row["server"], row["prompts"]) == (name, kind)
+        and row["path"] == ("decode" if name.startswith("oracle") else "prefill")
     ]
     bars(axis, groups, "mean |difference of log-probability| to transformers in fp32")
 
@@ -151,7 +152,8 @@ def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
             continue  # the first round has nothing to hit; of later rounds the last one counts
         tuned = "--swa-full-tokens-ratio" in row["server"]["flags"]
         load = row["scenario"], float(f"{row['live_tokens'] / 1e6:.2g}")
-        loads.setdefault(load, {})["in-tree, tuned" if tuned else row["server"]["subject"]] = 100 * row["hit_of_ideal"]
+        name = "ours" if is_ours(row["server"]["subject"]) else "in-tree, tuned" if tuned else "in-tree"
+        loads.setdefault(load, {})[name] = 100 * row["hit_of_ideal"]
     groups = [
         (f"{scenarios[name]}, {millions:g} M live tokens", values)
         for (name, millions), values in sorted(
@@ -160,27 +162,6 @@ def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
         if {"ours", "in-tree"} <= values.keys()
     ]
     bars(axis, groups, "hits, % of an infinite cache's")
-
-
-def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
-    """Draw hits and seconds per turn against the working set. If a size was measured repeatedly, the last row
-    counts."""
-    for name in ("ours", "in-tree"):
-        of_size = {row["part"]: row for row in rows if row["server"]["subject"] == name}
-        lines = sorted(of_size.values(), key=lambda row: row["live_tokens"])
-        times = [row["live_tokens"] / row["server"]["max_total_num_tokens"] for row in lines]
-        colour, legend = SERIES[name]
-        style = {"marker": "o", "markersize": 3, "label": legend, "color": colour}
-        axes[0].plot(times, [100 * row["hit_of_ideal"] for row in lines], **style)
-        axes[1].plot(times, [row["turn_s_p50"] for row in lines], **style)
-    axes[0].set_ylabel("hits, % of an infinite cache's", fontsize=8)
-    axes[1].set_ylabel("seconds per conversation turn, p50", fontsize=8)
-    for axis in axes:
-        axis.set_xscale("log")
-        axis.set_xticks(ticks := (0.1, 0.5, 1, 2, 4, 8, 20), [f"{tick:g}" for tick in ticks])
-        axis.minorticks_off()
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("live tokens / tokens on the GPU", fontsize=8)
 
 
 def draw_prefix_simulation(axes: Any, rows: list[Row]) -> None:
@@ -212,11 +193,10 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "capacity": draw_capacity,
     "oracle_distance": draw_oracle_distance,
     "prefix_trace": draw_prefix_trace,
-    "tier_sweep": draw_tier_sweep,
     "prefix_simulation": draw_prefix_simulation,
 }
 # Figures of two axes beside each other.
-PAIRS = {"tier_sweep", "prefix_simulation"}
+PAIRS = {"prefix_simulation"}
 
 
 def finish(figure: Any) -> None:

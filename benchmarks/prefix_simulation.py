@@ -1,158 +1,51 @@
 """Simulate the hit rate against memory without a server: prefix tree, slots and policy under agent traces.
 
     python -m benchmarks.prefix_simulation [--parts loop,share] [--out DIR]
+    python -m benchmarks.prefix_simulation --parts trace --trace TRACE.jsonl.xz [--out DIR]
 
 Studies: `loop` (conversations visited in turn), `interval` (of snapshots in long prefills), `share` (of snapshots in
 memory), `memory` (and active conversations; half an hour, left out by --quick), `loads` (those of `prefix_trace`),
-`hints` (of agents, right and wrong ones).
+`hints` (of agents, right and wrong ones), `trace` (a trace file of `benchmarks.trace`).
+
+In `trace`, `live` is the file's live tokens over the tokens that the blocks hold, `optimal` the hit rate of an optimal
+cache of these blocks, and `lost` what was computed again for lack of a snapshot. Rows with `slots` unlimited lose only
+where no snapshot was ever taken.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from benchmarks import command_line, report
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from benchmarks.prefix_tree import Node, PrefixTree
-from dsv4_sglang.cache.free_list import FreeList
+from benchmarks.simulated_server import CONCURRENCY, Simulation
+from benchmarks.trace_file import Request, live_tokens, perfect_hits
+from benchmarks.trace_file import load as read
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, Hint
-from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE as SERVED_SHARE
+from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
-from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
 SNAPSHOT_BYTES = 3_644_416
 Row = dict[str, Any]
-SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
+SHARE, INTERVAL = 0.1, 4096
+# More snapshots than any trace file takes.
+UNLIMITED = 1 << 17
+# Live tokens of a trace file over those that the blocks hold.
+LIVE = (0.5, 2, 8, 20)
 # Memory of blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under agent traces.
 LOAD_GIGABYTES = 3.22
 # Hints of a trace, and the weight of retained turns.
 NO_HINTS, RIGHT, WRONG, RANDOM = KINDS = ("none", "right", "wrong", "random")
 RETAINED = 2.0
-
-
-@dataclass
-class Running:
-    """A request between admission and end.
-
-    Attributes:
-        blocks: block ids of its whole length.
-        pending: snapshots that are not in the tree yet.
-    """
-
-    turn: Turn
-    keys: np.ndarray
-    blocks: np.ndarray
-    node: Node
-    pending: list[tuple[int, int]]
-
-
-class Simulation:
-    """Serves requests with a `PrefixTree`. Up to `concurrency` requests hold memory at a time."""
-
-    def __init__(
-        self,
-        blocks: int,
-        snapshots: int,
-        interval: int,
-        *,
-        concurrency: int = CONCURRENCY,
-        policy: type[EvictionPolicy] = EvictionPolicy,
-        weights: Mapping[tuple[int, int], float] | None = None,
-    ) -> None:
-        """`weights`: those of the hints of turns."""
-        self.weights = weights or {}
-        self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots, first=1))
-        self.tree.registry = SnapshotRegistry(snapshots, policy=policy)
-        self.interval, self.concurrency = interval, concurrency
-        self.running: deque[Running] = deque()
-        self._keys: dict[tuple[int, int], np.ndarray] = {}
-        self._last_turn: dict[int, int] = {}
-        self.prompt_tokens = self.hit_tokens = self.ideal_tokens = self.lost_tokens = self.rejected = 0
-        self._ideal = Ideal()
-
-    def keys(self, turn: Turn) -> np.ndarray:
-        """Return the keys of the whole blocks of prompt and answer. The turn that fills a block determines its key."""
-        count = turn.end // BLOCK
-        kept = turn.cut // BLOCK
-        if turn.base >= 0:
-            base = self._keys[turn.conversation, turn.base][:kept]
-        else:
-            base = -1 - (np.arange(kept, dtype=np.int64) << 8 | turn.system)
-        own = np.arange(len(base), count, dtype=np.int64)
-        uid = (turn.conversation << 8) + turn.number + 1
-        keys = np.concatenate([base, (np.int64(uid) << 24) + own])
-        self._keys[turn.key] = keys
-        return keys
-
-    def run(self, turns: Iterable[Turn]) -> None:
-        for turn in turns:
-            self.serve(turn)
-        while self.running:
-            self._finish(self.running.popleft())
-
-    def serve(self, turn: Turn) -> None:
-        ideal = self._ideal.hit(turn)
-        keys = self.keys(turn)
-        while len(self.running) >= self.concurrency or any(
-            r.turn.conversation == turn.conversation for r in self.running
-        ):
-            self._finish(self.running.popleft())
-        tree = self.tree
-        prompt = keys[: (turn.prompt - 1) // BLOCK]
-        match = tree.match(prompt)
-        tree.resume(match, prompt)
-        count = -(-turn.end // BLOCK)
-        while (fresh := tree.take_blocks(count - match.resume)) is None:
-            if not self.running:
-                tree.unlock(match.node)
-                self.rejected += 1
-                return
-            self._finish(self.running.popleft())
-        blocks = np.concatenate([path_blocks(match.node), fresh])
-        self.prompt_tokens += turn.prompt
-        self.ideal_tokens += ideal
-        self.hit_tokens += match.resume * BLOCK
-        self.lost_tokens += (match.cached - match.resume) * BLOCK
-        due = due_in_prefill(
-            match.resume * BLOCK, turn.prompt, prompt=turn.prompt, interval=self.interval, branch=match.cached * BLOCK
-        )
-        node = match.node
-        if pending := tree.take_due(due, self.interval):
-            node = tree.insert(node, keys, blocks, pending)
-            tree.lock(node)
-            tree.unlock(match.node)
-        grid = range(turn.prompt // BLOCK * BLOCK + BLOCK, turn.end, BLOCK)
-        kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
-        self.running.append(Running(turn, keys, blocks, node, tree.take_due(kept, self.interval)))
-
-    def _finish(self, request: Running) -> None:
-        tree = self.tree
-        end = tree.insert(request.node, request.keys, request.blocks, request.pending)
-        if (weight := self.weights.get(request.turn.key)) is not None and end.snapshot:
-            tree.registry.hint(end.snapshot, Hint(weight, ""))
-        tree.block_pool.give_back(request.blocks[end.end :].tolist())
-        tree.unlock(request.node)
-
-
-def path_blocks(node: Node) -> np.ndarray:
-    parts = []
-    at: Node | None = node
-    while at is not None:
-        parts.append(at.blocks)
-        at = at.parent
-    return np.concatenate(parts[::-1])
 
 
 class LeastRecentlyUsed(EvictionPolicy):
@@ -247,6 +140,33 @@ def study_loads() -> Iterator[Row]:
             yield {"active": active, "visits": visits, **row, **expected}
 
 
+def study_trace(requests: Sequence[Request]) -> Iterator[Row]:
+    """Vary the memory and the share of snapshots under the requests of a trace file.
+
+    Rows of one `live` have the same memory in all, so a larger share of snapshots leaves fewer blocks. With unlimited
+    slots the snapshots take no memory.
+    """
+    live, ideal = live_tokens(requests), sum(perfect_hits(requests))
+    for factor in LIVE:
+        memory = live / factor / BLOCK * BLOCK_BYTES / (1 - SERVED_SHARE)
+        for share in (SERVED_SHARE, 2 * SERVED_SHARE, None):
+            blocks = int(memory * (1 - (share or SERVED_SHARE)) / BLOCK_BYTES)
+            slots = UNLIMITED if share is None else max(2 * CONCURRENCY, int(memory * share / SNAPSHOT_BYTES))
+            simulation = Simulation(blocks, slots, INTERVAL)
+            simulation.replay(requests)
+            yield {
+                "requests": len(requests),
+                "live": factor,
+                "gigabytes": round(memory / 1e9, 3),
+                "share": share,
+                "slots": "unlimited" if share is None else slots,
+                "hit": round(simulation.hit_tokens / ideal, 4),
+                "optimal": round(sum(perfect_hits(requests, blocks * BLOCK)) / ideal, 4),
+                "lost": round(simulation.lost_tokens / ideal, 4),
+                "rejected": simulation.rejected,
+            }
+
+
 def hint_weights(turns: Sequence[Turn], kind: str) -> dict[tuple[int, int], float] | None:
     """Return the weights of the hints of turns, or None without hints.
 
@@ -313,9 +233,18 @@ STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = command_line.report_parser(__doc__).parse_args(argv)
+    options = command_line.report_parser(__doc__)
+    options.add_argument("--trace", type=Path, help="trace file of the study `trace`, which is left out without one")
+    options.add_argument("--requests", type=int, help="only its first N requests")
+    args = options.parse_args(argv)
+    studies = dict(STUDIES)
+    if args.trace is not None:
+        try:
+            studies["trace"] = partial(study_trace, read(args.trace)[: args.requests])
+        except (OSError, ValueError) as error:
+            options.error(str(error))
     result = report.Report("prefix_simulation", args, {"share": SHARE, "interval": INTERVAL})
-    for name, study in STUDIES.items():
+    for name, study in studies.items():
         if not (args.quick and name == "memory"):
             # A dry run simulates the first case of each study.
             result.part(name, partial(islice, study(), 1) if args.dry_run else study)
@@ -325,11 +254,14 @@ def main(argv: list[str] | None = None) -> int:
         "conversations",
         "tokens",
         "gigabytes",
+        "live",
         "share",
+        "slots",
         "interval",
         "policy",
         "hints",
         "hit",
+        "optimal",
         "lost",
     ]
     result.table("share of the hits of an infinite cache", columns)

@@ -24,9 +24,8 @@ bytes that the host cache had copied by then.
         --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 16 --enable-metrics"
 
 With `--servers in-tree`, `--hicache-ratio 4` gives the same number of host bytes, because SGLang's tokens are more than
-twice as large. `benchmarks.plots` draws the file once it has rows of both servers. `--max-running-requests` is small
-because running requests hold snapshots: 256 requests would make a device cache of 65,536 tokens, and with it the host
-cache, nine times as large.
+twice as large. `--max-running-requests` is small because running requests hold snapshots: 256 requests would make a
+device cache of 65,536 tokens, and with it the host cache, nine times as large.
 """
 
 from __future__ import annotations

@@ -45,9 +45,10 @@ def quantile(ascending: Sequence[float], share: float) -> float:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median, p95, minimum and maximum in milliseconds."""
+    """Return median, p95, p99, minimum and maximum in milliseconds."""
     times = sorted(1e3 * value for value in seconds)
-    figures = {"p50": statistics.median(times), "p95": quantile(times, 0.95), "low": times[0], "high": times[-1]}
+    figures = {"p50": statistics.median(times), "p95": quantile(times, 0.95), "p99": quantile(times, 0.99)}
+    figures |= {"low": times[0], "high": times[-1]}
     return {name: round(value, 2) for name, value in figures.items()}
 
 
@@ -197,6 +198,8 @@ FIGURES = {
     "decode": ("value", "between_tokens_ms.p50", "between_tokens_ms.p95"),
     "turnover tokens/s/GPU": ("value", "first_token_ms.p50", "later_token_ms.p50"),
     "GPU step us (profiled)": ("value", "idle_us"),
+    "tokens per GB of host memory": ("value", "GB", "copies"),
+    "first token after a restart": ("first_token_ms.p50", "first_token_ms.p95"),
     "trace": ("hit_of_ideal", "first_token_ms.p50", "first_token_ms.p95"),
     None: ("hit_of_ideal", "turn_s_p50"),
 }

@@ -67,7 +67,7 @@ class Stream:
         answer: token ids so far.
         times: arrival time of each token.
         retractions: number of retractions of the request when each token arrived.
-        cached: prompt tokens found in the cache.
+        cached: prompt tokens found in the cache when the request first began.
     """
 
     server: Server
@@ -112,7 +112,8 @@ class Stream:
             for now, line in deliveries(response):
                 message = json.loads(line[6:])
                 meta, self.answer = message["meta_info"], message["output_ids"]
-                self.cached = meta["cached_tokens"]
+                if not self.times:
+                    self.cached = meta["cached_tokens"]
                 new = meta["completion_tokens"] - len(self.times)
                 self.times += [now] * new
                 self.retractions += [meta.get("num_retractions") or 0] * new
@@ -184,14 +185,24 @@ class Bench(bench.Bench):
                     yield {"subject": subject, "start": number, "round": each + 1, **row, "command": facts["command"]}
 
     def round(self, server: Server) -> Iterator[dict[str, Any]]:
-        plan = self.plan
         server.flush()
+        yield from self.retractions(server, self.prompt(self.plan.prompt), self.prompt(self.plan.prompt))
+
+    def retractions(self, server: Server, long_prompt: list[int], other_prompt: list[int]) -> Iterator[dict[str, Any]]:
+        """Yield a row for each retraction of a request, beside a short one.
+
+        Args:
+            server: running server, with a pool for one long and one short request.
+            long_prompt: prompt of the request that is retracted.
+            other_prompt: prompt of the request that takes its room.
+        """
+        plan = self.plan
         before = servers.metrics(server.url)
         short = self.stream(server, 100, plan.short_answer)
         short.wait_for_first()
-        long = self.stream(server, plan.prompt, plan.answer)
+        long = Stream(server, long_prompt, plan.answer)
         long.wait_for_first()
-        other = self.stream(server, plan.prompt, 1)
+        other = Stream(server, other_prompt, 1)
         for stream in (other, long):
             stream.result()
         hit = Stream(server, long.prompt + long.answer[:-1], 1)
@@ -199,14 +210,15 @@ class Bench(bench.Bench):
             stream.result()
         step, rows = resumed(long.times, long.retractions, other.times[-1])
         self.stream(server, 16, 1).result()  # counters are published when requests start and end
-        hits = servers.metrics(server.url).get("hit_tokens", 0) - before.get("hit_tokens", 0) - hit.cached
+        hits = servers.metrics(server.url).get("hit_tokens", 0) - before.get("hit_tokens", 0)
+        hits -= hit.cached + long.cached + other.cached
         again = None
         if before:
-            again = (sum(plan.prompt + row["tokens"] for row in rows) - hits) / max(1, len(rows))
+            again = (sum(len(long_prompt) + row["tokens"] for row in rows) - hits) / max(1, len(rows))
         for row in rows:
             since, until = row.pop("since"), row.pop("until")
             yield {
-                "prompt": plan.prompt,
+                "prompt": len(long_prompt),
                 "step ms": step,
                 **row,
                 "resume ms": 1e3 * (until - since),

@@ -10,7 +10,11 @@ Models (benchmarks/configs, dummy weights):
 
 - flashshape: 43 layers with the ratios of V4-Flash and small widths,
 - v4flash: V4-Flash at its real widths with 128 of its 256 experts in FP8, for two or more GPUs,
-- v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs.
+- v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs,
+- v41wide: the 40 layers of V4.1-Flash and its widths except those of the experts, without Engram layers. Servers have
+  64 requests. SGLang has modes for it: `--servers ours,sglang,sglang-full,sglang-tails,sglang-encoder-replay,
+  sglang-best-tails`, which are its default, all layers for all tokens, 1,024 windows of prefixes, none of them, and
+  prefill graphs beside 1,024.
 
 One server runs at a time on the same GPUs, both with the same flags. Every size runs once with other tokens before it
 is timed. Measures:
@@ -20,10 +24,6 @@ is timed. Measures:
   the random acceptance length, and the time of a speculative round does not. One of the N answers is streamed;
   `between_tokens_ms` has the times between its tokens (with speculation, its rounds) as the client sees them.
 - ttft: one prompt alone, one token (--cold: other lengths).
-- turnover: N clients, each sending one request after the other, all with new prompts (--prompt) and answers of --answer
-  tokens: at least 8 requests and 2 per client. The figures are the columns of SGLang's cookbook: tokens/s of prompts
-  and answers per GPU, p50 of the time to the first token (TTFT) and of the time per later token (TPOT). With
-  `--flags "--enable-hierarchical-cache ..."` they include all writes to the host.
 - profile: a decode step at each number of requests and one prefill, kernel by kernel. Read the result with
   `python -m benchmarks.profile_steps`.
 
@@ -36,84 +36,47 @@ import contextlib
 import dataclasses
 import shlex
 import time
-from array import array
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from benchmarks import bench, command_line, profile_steps, report, servers
-from benchmarks.client import Client
-from benchmarks.report import spread
 from benchmarks.servers import Server
 
-MEASURES = ("decode", "turnover", "ttft", "profile")
+MEASURES = ("decode", "ttft", "profile")
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Sizes of the measures `turnover` and `profile`.
+    """Sizes of the measure `profile`.
 
     Attributes:
-        turnover: numbers of clients.
-        answer: tokens of an answer of `turnover`.
-        profile: numbers of concurrent requests.
-        profile_tokens: tokens of each, enough to find the requests running in the log and then to profile them.
-        profile_prompt: tokens of the profiled prefill.
+        requests: numbers of concurrent requests.
+        tokens: tokens of each, enough to find the requests running in the log and then to profile them.
+        prompt: tokens of the profiled prefill.
     """
 
-    turnover: tuple[int, ...]
-    answer: int
-    profile: tuple[int, ...]
-    profile_tokens: int
-    profile_prompt: int
+    requests: tuple[int, ...]
+    tokens: int
+    prompt: int
 
 
-FULL, QUICK = Load((1, 16, 64, 256), 1024, (1, 16, 64, 256), 256, 8192), (1, 64)
-DRY = Load((2,), 16, (1, 2), 80, 64)
+FULL, QUICK, DRY = Load((1, 16, 64, 256), 256, 8192), Load((1, 64), 256, 8192), Load((1, 2), 80, 64)
 
 
 class Bench(bench.Bench):
     @property
     def load(self) -> Load:
-        args = self.args
-        if args.dry_run:
-            return DRY
-        profile = QUICK if args.quick else FULL.profile
-        return dataclasses.replace(FULL, turnover=args.clients or FULL.turnover, answer=args.answer, profile=profile)
-
-    def turnover(self, server: Server) -> Iterator[dict[str, Any]]:
-        client = Client(server.url)
-        length, answer = self.sizes.prompt, self.load.answer
-        for clients in self.load.turnover:
-            prompts = [array("i", self.prompt(length)) for _ in range(max(8, 2 * clients))]
-            before, start = servers.host_copies(server.url), time.monotonic()
-            with ThreadPoolExecutor(clients) as pool:
-                answers = list(pool.map(partial(client.generate, count=answer), prompts))
-            seconds = time.monotonic() - start
-            row = {
-                "measure": "turnover tokens/s/GPU",
-                "at": clients,
-                "value": len(prompts) * (length + answer) / seconds / self.args.tp,
-                "requests": len(prompts),
-                "prompt": length,
-                "answer": answer,
-                "seconds": seconds,
-                "first_token_ms": spread([one.first_token_s for one in answers]),
-                "later_token_ms": spread([(one.total_s - one.first_token_s) / (answer - 1) for one in answers]),
-            }
-            server.generate(self.prompt(length), 1)  # counters are published when requests start and end
-            copies = {name: value - before[name] for name, value in servers.host_copies(server.url).items()}
-            yield row | ({"host copies": copies} if copies else {})
+        chosen = DRY if self.args.dry_run else QUICK if self.args.quick else FULL
+        most = command_line.MODELS[self.args.model].requests
+        return dataclasses.replace(chosen, requests=tuple(n for n in chosen.requests if n <= most))
 
     def profile(self, server: Server) -> Iterator[dict[str, Any]]:
         load = self.load
         taken = {
-            f"decode {n}": partial(profile_steps.decode, server, self.prompts(n), load.profile_tokens)
-            for n in load.profile
+            f"decode {n}": partial(profile_steps.decode, server, self.prompts(n), load.tokens) for n in load.requests
         }
-        prompt = load.profile_prompt
-        taken[f"prefill {prompt}"] = partial(profile_steps.prefill, server, self.prompt(prompt))
+        taken[f"prefill {load.prompt}"] = partial(profile_steps.prefill, server, self.prompt(load.prompt))
         for at, take in taken.items():
             row = {"measure": profile_steps.MEASURE, "at": at}
             try:
@@ -127,7 +90,7 @@ class Bench(bench.Bench):
         """Start a server, measure, and stop it.
 
         Args:
-            subject: key of `command_line.SERVERS`.
+            subject: key of `command_line.flags_of_servers`.
             number: number of the start.
         """
         base = {"subject": subject, "round": number, "flags": self.added(subject)}
@@ -144,8 +107,8 @@ class Bench(bench.Bench):
                 row["of ranks"] = ranks
             yield base | row
             start, sizes, load = time.monotonic(), self.sizes, self.load
-            bursts = {"decode": sizes.decode, "turnover": load.turnover, "profile": load.profile}
-            prompts = {"ttft": sizes.ttft, "profile": (load.profile_prompt,)}
+            bursts = {"decode": sizes.decode, "profile": load.requests}
+            prompts = {"ttft": sizes.ttft, "profile": (load.prompt,)}
             self.warm_up(
                 server,
                 bursts=[n for name, found in bursts.items() if name in wanted for n in found],
@@ -161,15 +124,10 @@ def main(argv: list[str] | None = None) -> int:
     options = command_line.report_parser(__doc__)
     options.add_argument("--measure", default="decode,ttft", help=f"some of {', '.join(MEASURES)} (%(default)s)")
     options.add_argument("--cold", default="", help="tokens of the prompts of ttft, as in 8192,65536 (the default)")
-    options.add_argument("--clients", default="", help="clients of turnover, as in 1,64 (default: 1,16,64,256)")
-    options.add_argument("--answer", type=int, default=FULL.answer, help="tokens of its answers (%(default)s)")
     command_line.add_servers(options, "ours,in-tree")
     command_line.add_decode(options)
     args = options.parse_args(argv)
     command_line.resolve(options, args)
-    args.clients = tuple(command_line.numbers(options, "clients", args.clients, most=command_line.MAX_REQUESTS))
-    if args.answer < 2:
-        options.error(f"--answer {args.answer}: expected at least 2 tokens, a first and a later one")
     args.measure = args.measure.split(",")
     if unknown := set(args.measure) - {*MEASURES}:
         options.error(f"--measure {min(unknown)}: expected some of {', '.join(MEASURES)}")

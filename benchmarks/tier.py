@@ -1,6 +1,6 @@
 """Benchmark the copies of the host cache alone: blocks and a snapshot to pinned host memory and back.
 
-    python -m benchmarks.tier [--quick] [--out DIR]
+    python -m benchmarks.tier [--quick] [--ranks 2] [--out DIR]
 
 The copies are those of a server: blocks of all layers of Flash and one snapshot. 157 blocks are a conversation of
 20,000 tokens. Orders:
@@ -14,15 +14,23 @@ bytes to or from memory that CUDA allocated.
 
 "us" is the time from an idle device until the work is done. "host us" is the time until the calls return. "device us"
 is the time of the device alone, behind a full queue; GB/s are computed from it.
+
+With --ranks N also copies of N processes at once, each with a GPU, that share one host cache ("N ranks"): each saves
+its part of the rows, and all load all rows. "us" is the time until the last one is done, GB/s are those of all ranks.
 """
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor
 
 from benchmarks import append, command_line, report, timing
@@ -30,6 +38,7 @@ from benchmarks.append_ours import ops_for
 from benchmarks.move import from_idle
 from dsv4_sglang.cache import CacheLayout, v4_specs
 from dsv4_sglang.cache.host_rows import HostBlockPool, HostSnapshotPool
+from dsv4_sglang.cache.host_sharing import HostSharing
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model import DSV4Config, build_schedule
@@ -67,13 +76,16 @@ def behind_a_queue(function: Callable[[], object], device: torch.device, samples
 class Tier:
     """Pools of both sides. Snapshot 1 is saved to host row 0 and loaded back."""
 
-    def __init__(self, config: DSV4Config, blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, config: DSV4Config, blocks: int, device: torch.device, sharing: HostSharing | None = None
+    ) -> None:
+        """`sharing`: processes that share the host memory, None: only this one."""
         layout = CacheLayout(v4_specs(config, build_schedule(config), hca_state="online"), device)
         pools = make_paged_pools(layout, {AttentionType.CSA: blocks, AttentionType.HCA: blocks})
         self.pools = [pool for pool in pools if pool is not None]
         self.storage = StateStorage(layout, 1, snapshots=1)
-        self.host = HostBlockPool(self.pools, blocks)
-        self.host_snapshots = HostSnapshotPool(self.storage, 1)
+        self.host = HostBlockPool(self.pools, blocks, sharing=sharing)
+        self.host_snapshots = HostSnapshotPool(self.storage, 1, sharing=sharing)
         self.device = device
         for tensor in self.tensors():
             tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=device))
@@ -99,13 +111,59 @@ class Tier:
             self.host.load(blocks, rows, layer)
 
 
+def copies_of_rank(
+    rank: int, ranks: int, config: DSV4Config, blocks: int, samples: int, cpu: bool, folder: str
+) -> None:
+    """Copy in one of `ranks` processes at once, and write the seconds of each sample to a file, in the first process.
+
+    Raises:
+        ValueError: the loaded data differ from the saved data.
+    """
+    device = torch.device("cpu") if cpu else torch.device("cuda", rank)
+    torch.set_num_threads(1)
+    if not cpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    ops_for(device)
+    torch.manual_seed(0)  # all ranks hold the same
+    sharing = HostSharing(dist.group.WORLD)
+    tier = Tier(config, blocks, device, sharing)
+    kept = [tensor.clone() for tensor in tier.tensors()]
+    part = torch.tensor(sharing.part(blocks, 0))
+    rows = torch.arange(blocks)
+    copies = {
+        "save": partial(tier.save if sharing.leads else tier.host.save, part.to(device), part),
+        "load": partial(tier.load, rows.to(device), rows),
+    }
+    seconds: dict[str, list[float]] = {}
+    for direction, copy in copies.items():
+        times = []
+        for _ in range(samples):
+            sharing.wait()
+            begin = time.perf_counter()
+            copy()
+            if not cpu:
+                torch.cuda.synchronize()
+            times.append(max(sharing.gather(time.perf_counter() - begin)))
+        seconds[direction] = times
+        for tensor in tier.tensors() if direction == "save" else ():
+            tensor.zero_()
+    if not all(torch.equal(tensor, before) for tensor, before in zip(tier.tensors(), kept)):
+        raise ValueError(f"{blocks} blocks of {ranks} ranks: the loaded data differ from the saved data")
+    if sharing.leads:
+        torch.save(seconds, Path(folder, "seconds"))
+    dist.destroy_process_group()
+
+
 class Bench:
     def __init__(self, args: Any) -> None:
         self.device = torch.device("cpu") if args.dry_run else torch.device("cuda", 0)
+        self.ranks = args.ranks
         self.samples = 2 if args.dry_run else 10 if args.quick else 20
         self.blocks = (3,) if args.dry_run else (157,) if args.quick else BLOCKS
         config = DSV4Config.flash()
-        self.tier = Tier(append.first_layers(config, 4) if args.dry_run else config, 2 * max(self.blocks), self.device)
+        self.config = append.first_layers(config, 4) if args.dry_run else config
+        self.tier = Tier(self.config, 2 * max(self.blocks), self.device)
 
     def ids(self, blocks: int, order: str) -> tuple[Tensor, Tensor]:
         """Return device ids and host rows, contiguous from 0 or drawn at random from both pools."""
@@ -155,6 +213,21 @@ class Bench:
                 raise ValueError(f"{blocks} blocks {order}: the loaded data differ from the saved data")
             tensor.copy_(before)
 
+    def of_ranks(self, blocks: int) -> Iterator[dict[str, Any]]:
+        """Time copies of all ranks at once. Every rank has a process of its own."""
+        cpu = self.device.type == "cpu"
+        with tempfile.TemporaryDirectory() as folder:
+            given = (self.ranks, self.config, blocks, self.samples, cpu, folder)
+            # A forked process cannot use a GPU, and a spawned one imports everything again.
+            method = "fork" if cpu else "spawn"
+            torch.multiprocessing.start_processes(copies_of_rank, given, self.ranks, start_method=method)
+            seconds = torch.load(Path(folder, "seconds"))
+        for direction, times in seconds.items():
+            taken = timing.summarise([1e6 * spent for spent in times])
+            size = self.tier.bytes_of(blocks) * (self.ranks if direction == "load" else 1)
+            row = {"move": direction, "blocks": blocks, "subject": f"{self.ranks} ranks", "MB": size / 1e6}
+            yield row | {"GB/s": size / taken.us / 1e3, "us": taken.us, "low": taken.low, "high": taken.high}
+
     def row(self, direction: str, blocks: int, subject: str, function: Callable[[], object]) -> dict[str, Any]:
         """Time one direction of a copy and return its row.
 
@@ -173,7 +246,13 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = command_line.report_parser(__doc__).parse_args(argv)
+    options = command_line.report_parser(__doc__)
+    options.add_argument(
+        "--ranks", type=int, default=1, help="processes that share a host cache, one a GPU (%(default)s)"
+    )
+    args = options.parse_args(argv)
+    if args.ranks < 1:
+        options.error(f"--ranks {args.ranks}: expected at least 1")
     result = report.Report("tier", args)
     ops_for(torch.device("cpu") if args.dry_run else torch.device("cuda", 0))
     bench = Bench(args)
@@ -182,6 +261,8 @@ def main(argv: list[str] | None = None) -> int:
         floors = {r["move"]: r["device us"] for r in result.rows if r["subject"] == "copy" and r["blocks"] == blocks}
         for order in ORDERS:
             result.part(f"ours/{blocks}/{order}", partial(bench.ours, blocks, order, floors))
+        if args.ranks > 1:
+            result.part(f"ranks/{blocks}", partial(bench.of_ranks, blocks))
     columns = ["move", "blocks", "subject", "order", "MB", "GB/s", "device us", "us", "host us", "snapshot us"]
     result.table("host cache, copies alone", [*columns, "floor us", "x floor"])
     return result.close()

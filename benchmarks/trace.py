@@ -8,15 +8,20 @@
 trace's time stamps times a factor; 0.5 is twice the load. In both, the next request of a session follows the answer
 after its `delay`, which open loop multiplies by the factor. A line without `session_id` is a session of its own.
 
-Before each load, prompts of the trace's lengths with other tokens run until their times settle; then the cache is
-flushed. Each load appends a row to --out. FILE.requests.jsonl beside it gets one line per request. Ideal hits are those
-of an unbounded cache, and of optimal caches of --capacity tokens and of the device's tokens.
+Before the first load, prompts of the trace's lengths with other tokens run until their times settle, as many at once as
+the largest load has. The cache is flushed before each load. Each load appends a row to --out. FILE.requests.jsonl
+beside it gets one line per request.
+
+Ideal hits are those of an unbounded cache, and of optimal caches that know the future (Belady's, see `perfect_hits`)
+and hold the tokens of the device, those of device and host together, or --capacity tokens. The host's are its bytes
+over the bytes of a token. `live_tokens` are those that the unbounded cache holds for later requests, at most at a time.
 
 Misses relative to the unbounded cache:
 
 - `in_flight`: another request was computing the tokens when this one was sent.
+- `partial_block`: the last tokens of the prefix, which fill no block of 128 tokens.
 - `no_snapshot`: blocks were cached without a snapshot to resume from (from this package's metrics).
-- `other`: the rest, which was evicted or is between the prefix's last snapshot and its end.
+- `other`: the rest, which was evicted.
 
 With --seconds nothing is sent after that time. `requests` is the number of requests sent, `of` the number in the trace.
 """
@@ -26,9 +31,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count as counter
@@ -43,9 +49,15 @@ from benchmarks import command_line, servers
 from benchmarks.bench import Bench, append_rows, settle
 from benchmarks.client import Client
 from benchmarks.report import spread
-from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
+from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, live_tokens, load, perfect_hits
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.launch.command import flag_value
 
 WARM_REQUESTS, WARM_OUTPUT, WARM_ROUNDS = 48, 8, 5
+# SGLang's default of --hicache-ratio.
+HICACHE_RATIO = 2.0
+# Clients that warm a server up for an open loop, which may send any number of requests at once.
+OPEN_CLIENTS = 64
 WARM_SEED = 1_000_000
 
 
@@ -64,6 +76,7 @@ class Done:
     between_tokens: float
     ideal: int = 0
     in_flight: int = 0
+    partial_block: int = 0
 
 
 class Replayer:
@@ -213,7 +226,7 @@ def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: in
 
 
 def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lost: float | None) -> dict[str, Any]:
-    """Return the figures of a load, and set `ideal` and `in_flight` of each request.
+    """Return the figures of a load, and set `ideal`, `in_flight` and `partial_block` of each request.
 
     Args:
         pairs: requests and answers in the order of sending.
@@ -225,15 +238,17 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
     for one, ideal, known in zip(done, perfect_hits(requests), computed, strict=True):
         one.ideal = ideal
         one.in_flight = max(0, min(ideal - one.cached, ideal - known))
+        one.partial_block = max(0, min(ideal - one.cached - one.in_flight, ideal % BLOCK))
     prompts, cached, ideal = (sum(getattr(one, name) for one in done) for name in ("prompt", "cached", "ideal"))
     seconds = max(one.begin + one.total for one in done)
     bounded = {str(tokens): sum(perfect_hits(requests, tokens)) for tokens in capacities}
     missed = sum(max(0, one.ideal - one.cached) for one in done)
-    waiting = sum(one.in_flight for one in done)
-    misses: dict[str, Any] = {"tokens": missed, "in_flight": waiting}
+    kinds = {name: sum(getattr(one, name) for one in done) for name in ("in_flight", "partial_block")}
+    rest = missed - sum(kinds.values())
+    misses: dict[str, Any] = {"tokens": missed, **kinds}
     if lost is not None:
-        no_snapshot = min(round(lost), missed - waiting)
-        misses |= {"no_snapshot": no_snapshot, "other": missed - waiting - no_snapshot}
+        no_snapshot = min(round(lost), rest)
+        misses |= {"no_snapshot": no_snapshot, "other": rest - no_snapshot}
     misses["share_of_computed"] = round(missed / max(1, prompts - cached), 4)
     return {
         "requests": len(done),
@@ -245,6 +260,7 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
         "cached_tokens": cached,
         "tiers": {tier: sum(one.tiers[tier] for one in done) for tier in done[0].tiers},
         "ideal_tokens": ideal,
+        "live_tokens": live_tokens(requests),
         "hit_of_ideal": round(cached / ideal, 4) if ideal else None,
         "bounded_ideal_tokens": bounded,
         "hit_of_bounded": {size: round(cached / hit, 4) if hit else None for size, hit in bounded.items()},
@@ -253,6 +269,21 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
         "between_tokens_ms": spread([one.between_tokens for one in done if one.output > 1] or [0.0]),
         "late_ms": spread([one.late for one in done]),
     }
+
+
+def held_tokens(facts: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that fit on the device of a server and, with a host cache, on device and host together.
+
+    Args:
+        facts: facts of the server (`Bench.served`).
+    """
+    device = facts["max_total_num_tokens"]
+    flags = shlex.split(facts.get("command", ""))
+    if "--enable-hierarchical-cache" not in flags or not device:
+        return [device]
+    size = float(flag_value(flags, "--hicache-size") or 0) * 1e9 / facts["bytes_a_token"]
+    ratio = float(flag_value(flags, "--hicache-ratio") or HICACHE_RATIO)
+    return [device, device + round(size or ratio * device)]
 
 
 def measure(args: argparse.Namespace, console: Console, subject: str, number: int) -> Iterator[dict[str, Any]]:
@@ -272,12 +303,12 @@ def measure(args: argparse.Namespace, console: Console, subject: str, number: in
     base = [*bench.base(), "--enable-metrics"]
     with bench.served(args.url, subject, f"trace-{number}", base) as (server, facts):
         client, url, vocab = Client(server.url), server.url, args.vocab if args.url else bench.vocab
-        capacities = sorted({facts["max_total_num_tokens"], *args.capacity})
+        capacities = sorted({*held_tokens(facts), *args.capacity})
+        clients = max([*args.closed, *([2 if args.dry_run else OPEN_CLIENTS] if args.open else [])])
+        most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
+        rounds = warm_up(client, requests, clients, vocab, *most)
         for loop, size in [("closed", n) for n in args.closed] + [("open", factor) for factor in args.open]:
             bench.check_time()
-            clients = int(size) if loop == "closed" else 2 if args.dry_run else 16
-            most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
-            rounds = warm_up(client, requests, clients, vocab, *most)
             client.flush()
             before = servers.metrics(url).get("lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
@@ -297,11 +328,11 @@ def measure(args: argparse.Namespace, console: Console, subject: str, number: in
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     shown = Table("server", "load", "requests", "requests/s", "hits of ideal", "of a perfect cache", "missed")
-    shown.add_column("first token ms, p50 / p95")
+    shown.add_column("first token ms, p50 / p95 / p99")
     shown.add_column("between tokens ms")
     for row in rows:
         bounded = ", ".join(f"{int(size) / 1e6:.3g}M {share}" for size, share in row["hit_of_bounded"].items())
-        kinds = ("in_flight", "no_snapshot", "other")
+        kinds = ("in_flight", "partial_block", "no_snapshot", "other")
         missed = ", ".join(f"{row['missed'][kind]} {kind}" for kind in kinds if kind in row["missed"])
         first = row["first_token_ms"]
         shown.add_row(
@@ -312,7 +343,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             str(row["hit_of_ideal"]),
             bounded,
             missed,
-            f"{first['p50']:.0f} / {first['p95']:.0f}",
+            f"{first['p50']:.0f} / {first['p95']:.0f} / {first['p99']:.0f}",
             f"{row['between_tokens_ms']['p50']:.1f}",
         )
     return shown

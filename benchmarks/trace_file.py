@@ -133,6 +133,22 @@ def perfect_hits(requests: Sequence[Request], capacity: float = math.inf) -> lis
     return hits
 
 
+def live_tokens(requests: Sequence[Request]) -> int:
+    """Return the largest number of tokens that an unbounded cache holds for later requests at a time.
+
+    Args:
+        requests: requests in the order of sending.
+    """
+    last = {one: number for number, request in enumerate(requests) for one in request.ids}
+    held: set[int] = set()
+    most = 0
+    for number, request in enumerate(requests):
+        for one in request.ids:
+            (held.add if last[one] > number else held.discard)(one)
+        most = max(most, len(held))
+    return most * HASH_BLOCK
+
+
 def computed_hits(requests: Sequence[Request], begins: Sequence[float], computed: Sequence[float]) -> list[int]:
     """Return the hit tokens of each request if it hits only prompts that were computed before it was sent.
 

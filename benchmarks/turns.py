@@ -19,7 +19,9 @@ With --tier host the device holds just the largest load. Before each round other
 from the host themselves. SGLang's host cache hits more with `--flags "--swa-full-tokens-ratio 0.5"`.
 
 Servers run one after the other, --starts times in alternating order, with the flags of `benchmarks.serve`, whose cold
-prompts (--cold) and decode rates (--decode) are measured after the turns. Rows are appended to --out as they come, each
+prompts (--cold) and decode rates (--decode) are measured after the turns, and at last turnovers (--turnover): with
+8192+1024x64, 64 clients each send one request after the other, all with new prompts of 8,192 tokens and answers of
+1,024, at least 8 requests and 2 per client. Rows are appended to --out as they come, each
 with the number of its start. Nothing starts after --seconds; skipped loads are printed.
 """
 
@@ -42,6 +44,7 @@ from benchmarks import command_line
 from benchmarks.bench import Bench, OutOfTime, append_rows, settle
 from benchmarks.client import Answer, Client
 from benchmarks.report import spread
+from benchmarks.turnover import Turnover
 
 ANSWER_TOKENS = 16
 # SGLang's page, and the tokens of a conversation after its last whole page.
@@ -108,22 +111,24 @@ class Conversations:
     Args:
         client: client of the server.
         prompt: returns the given number of random tokens, different ones at each call.
-        device_tokens: tokens that the device holds if turns are to hit the host, 0 to hit the device.
+        tier: where turns are expected to hit, one of `client.TIERS`.
+        device_tokens: tokens of other conversations that fill the device before each round; 0: none.
         rounds: timed rounds; a load of one conversation gets three times as many.
         deadline: time of `time.monotonic` after which nothing starts.
+        prefixes: prefilled conversations, by the tokens of their load.
     """
 
     client: Client
     prompt: Callable[[int], list[int]]
+    tier: str = "device"
     device_tokens: int = 0
     rounds: int = ROUNDS
     deadline: float = math.inf
-    _prefixes: dict[int, list[array[int]]] = field(default_factory=dict)
+    prefixes: dict[int, list[array[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tier = "host" if self.device_tokens else "device"
         count = math.ceil(self.device_tokens / FILLER_TOKENS)
-        self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE) for _ in range(count)]
+        self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE)[0] for _ in range(count)]
 
     def measure_all(self, loads: Sequence[Load]) -> Iterator[dict[str, Any]]:
         """Yield the row of each load. The first load runs once more before, unmeasured.
@@ -153,10 +158,22 @@ class Conversations:
         while len(timed) < wanted and not (timed and time.monotonic() > self.deadline):
             timed.append(self._timed_round(load))
         median = statistics.median(spent for spent, _ in timed)
-        row = self._summary(load, [answer for _, answers in timed for answer in answers])
+        row = self.summary(load, [answer for _, answers in timed for answer in answers])
         return row | {"warm_rounds": warm, "slow_rounds": sum(spent > 3 * median for spent, _ in timed)}
 
-    def _summary(self, load: Load, turns: list[Answer]) -> dict[str, Any]:
+    def begin(self, load: Load) -> Answer:
+        """Prefill one more conversation of a load. Return the answer, of one token."""
+        prefix, answer = self._prefilled(load.hit + REMAINDER)
+        self.prefixes.setdefault(load.tokens, []).append(prefix)
+        return answer
+
+    def turn(self, load: Load, number: int) -> Callable[[], Answer]:
+        """Return a function that sends the next turn of conversation `number` of a load."""
+        prompt = self.prefixes[load.tokens][number] + array("i", self.prompt(load.new))
+        return self.client.prepared(prompt, ANSWER_TOKENS)
+
+    def summary(self, load: Load, turns: Sequence[Answer]) -> dict[str, Any]:
+        """Return the row of the turns of a load."""
         cached = [turn.cached for turn in turns]
         expected = sum(count == load.hit for count in cached)
         return {
@@ -174,23 +191,20 @@ class Conversations:
 
     def _timed_round(self, load: Load) -> tuple[float, list[Answer]]:
         """Run one turn of each conversation of a load. Return the seconds and the answers."""
-        prefixes = self._prefixes.setdefault(load.tokens, [])
-        while len(prefixes) < load.at_once:
-            prefixes.append(self._prefilled(load.hit + REMAINDER))
+        while len(self.prefixes.get(load.tokens, [])) < load.at_once:
+            self.begin(load)
         self._check_time()
         if self._fillers:
             together([self.client.prepared(filler, ANSWER_TOKENS) for filler in self._fillers])
-        prompts = [prefix + array("i", self.prompt(load.new)) for prefix in prefixes[: load.at_once]]
-        asks = [self.client.prepared(prompt, ANSWER_TOKENS) for prompt in prompts]
+        asks = [self.turn(load, number) for number in range(load.at_once)]
         begin = time.perf_counter()
         answers = together(asks)
         return time.perf_counter() - begin, answers
 
-    def _prefilled(self, tokens: int) -> array[int]:
+    def _prefilled(self, tokens: int) -> tuple[array[int], Answer]:
         self._check_time()
         made = array("i", self.prompt(tokens))
-        self.client.generate(made, 1)
-        return made
+        return made, self.client.generate(made, 1)
 
     def _check_time(self) -> None:
         if time.monotonic() > self.deadline:
@@ -213,7 +227,7 @@ def tier_flags(args: argparse.Namespace) -> list[str]:
 
 
 def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[dict[str, Any], None, None]:
-    """Yield the rows of one start of a server: tokens in the cache, the loads, cold prompts, decode rates.
+    """Yield the rows of one start of a server: tokens in the cache, the loads, cold prompts, decode rates, turnovers.
 
     Args:
         args: the command line.
@@ -229,7 +243,7 @@ def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[di
         yield {"measure": "tokens in the cache", "value": tokens, "server": facts}
         from_host = tokens if args.tier == "host" else 0
         client = Client(server.url)
-        held = Conversations(client, bench.prompt, from_host, rounds=args.rounds, deadline=args.deadline)
+        held = Conversations(client, bench.prompt, args.tier, from_host, args.rounds, args.deadline)
         for row in held.measure_all(args.loads):
             yield {**row, "server": facts}
         sizes = bench.sizes
@@ -242,6 +256,12 @@ def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[di
                 for row in rows(server):
                     yield {**row, "server": facts}
                     bench.check_time()
+        bench.warm_up(
+            server, bursts=[load.clients for load in args.turnover], prompts=[load.prompt for load in args.turnover]
+        )
+        for load in args.turnover:
+            bench.check_time()
+            yield {**load.measure(server.url, bench.prompt, args.tp), "server": facts}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -251,7 +271,7 @@ def line(row: dict[str, Any]) -> str:
         figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high", "step_ms") if row.get(name)]
         if gaps := row.get("between_tokens_ms"):
             figures.append(f"between tokens {gaps['p50']} (p95 {gaps['p95']}) ms")
-        return " ".join([begin, row["measure"], str(row.get("at", "")), *figures])
+        return " ".join([begin, row["measure"], str(row.get("at", row.get("load", ""))), *figures])
     first, turn, cached = row["first_token_ms"], row["turn_ms"], row["cached"]
     hits = f"{cached['turns']} of {row['turns']} found {cached['expected']}, {row['tier_share']:.0%} {row['tier']}"
     return (
@@ -266,6 +286,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--tier", choices=("device", "host"), default="device", help="where prefixes hit")
     options.add_argument("--rounds", type=int, help=f"timed rounds of a load ({ROUNDS})")
     options.add_argument("--cold", default="", help="tokens of cold prompts to measure too, as in 8192,65536")
+    options.add_argument("--turnover", default="", help="PROMPT+ANSWERxCLIENTS, as in 8192+1024x1,8192+1024x64")
     command_line.add_servers(options, "ours,sglang-best,sglang")
     command_line.add_decode(options)
     args = options.parse_args(argv)
@@ -273,6 +294,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     try:
         loads = args.loads if args.loads is not None else DRY_LOADS if args.dry_run else LOADS
         args.loads = [Load.parse(text) for text in loads.split(",") if text]
+        args.turnover = [Turnover.parse(text) for text in args.turnover.split(",") if text]
     except argparse.ArgumentTypeError as error:
         options.error(str(error))
     if args.tier == "host" and not args.loads:

@@ -34,7 +34,9 @@ def cpus_in(listed: str) -> set[int]:
 
 
 def cpus_near(device: torch.device) -> set[int]:
-    """Return the CPUs of the GPU's NUMA node, an empty set if the system does not report them."""
+    """Return the CPUs of the GPU's NUMA node, an empty set for a CPU or if the system does not report them."""
+    if device.type != "cuda":
+        return set()
     properties = torch.cuda.get_device_properties(device)
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in place:
@@ -72,8 +74,8 @@ class HostMemory:
     Args:
         nbytes: size in bytes, rounded up to whole pages.
         device: device that accesses the memory.
-        cpus: with a GPU, CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node. Each
-            process allocates its part of shared memory.
+        cpus: CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node. Each process
+            allocates its part of shared memory.
         sharing: processes that create the memory together and share it. None: only this one.
         file: in the first of these processes, the descriptor of a file in memory. It gets this size, and keeps its
             contents. The caller closes it. None: new memory.
@@ -92,8 +94,7 @@ class HostMemory:
     ) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         sharing = sharing or HostSharing()
-        near = () if device.type != "cuda" else cpus_near(device) if cpus is None else cpus
-        with running_on(near):
+        with running_on(cpus_near(device) if cpus is None else cpus):
             if sharing.size == 1 and file is None:
                 with sharing.agreed():
                     self.bytes = _pages(self.nbytes)

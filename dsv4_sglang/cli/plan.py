@@ -144,9 +144,10 @@ def _in_tree(made: Plan) -> str:
 
 
 def _on_host(made: Plan) -> str:
-    copies = f" ({made.replicas} caches of {made.choice.host_gb})" if made.replicas > 1 else ""
-    kept = "; --hicache-storage-backend shm keeps them for the next start"
-    return f"host cache: {made.host_tokens:,} tokens in {made.host_gb} GB{copies}{kept}"
+    caches = f" ({made.replicas} caches of {made.choice.host_gb})" if made.replicas > 1 else ""
+    copies = ", one copy for all processes of a machine" if made.choice.tp > made.choice.dp else ""
+    found = "; with --hicache-storage-backend shm the next start and other servers of the machine find them"
+    return f"host cache: {made.host_tokens:,} tokens in {made.host_gb} GB{caches}{copies}{found}"
 
 
 def plan(

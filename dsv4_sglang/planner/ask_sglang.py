@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from dsv4_sglang.srt.launch.command import prepare_this_process
 from dsv4_sglang.srt.memory.sizing import GIB
 from dsv4_sglang.srt.sglang.flags import resolve_flags
-from dsv4_sglang.srt.sglang.planning import published
+from dsv4_sglang.srt.sglang.planning import published, resolving_for_cuda
 
 # Exceptions by which SGLang rejects flags.
 REJECTIONS = (ValueError, AssertionError, RuntimeError)
@@ -52,7 +52,7 @@ def resolved_flags(config_json: str, **given: Any) -> tuple[Any, Any, Any]:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, resolving_for_cuda():
         (Path(folder) / "config.json").write_text(config_json)
         server_args = ServerArgs(
             **{"model_path": folder, "skip_tokenizer_init": True, "load_format": "dummy", "device": "cuda", **given}

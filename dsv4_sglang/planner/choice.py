@@ -11,6 +11,7 @@ import torch
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.planner.gpus import Gpu
 from dsv4_sglang.planner.models import OWNER, Format, Model
 from dsv4_sglang.planner.weights import check_split
@@ -67,6 +68,8 @@ class Choice:
             raise ValueError(
                 f"--experts {self.experts.value}: the weights of {self.model.name} are {quantised}; give {formats}"
             )
+        if self.is_v41:
+            self._check_v41()
         if self.draft_tokens:
             self._check_drafts()
         most = self.model.config.max_position_embeddings
@@ -78,16 +81,32 @@ class Choice:
                 "(--context-length)"
             )
 
+    def _check_v41(self) -> None:
+        if self.kv_cache_dtype == "bfloat16":
+            raise ValueError(
+                "--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1 have the formats that it was trained with; "
+                "leave it out"
+            )
+        for flag, value, served in (("--tp", self.tp, 1), ("--hicache-size", self.host_gb, 0)):
+            if value != served:
+                raise ValueError(f"{flag} {value}: with DeepSeek-V4.1 on GPUs it is rejected at start; give {served}")
+
     def _check_drafts(self) -> None:
         given = f"--speculative-num-draft-tokens {self.draft_tokens}"
         if not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(
                 f"{given}: expected 2 to {MAX_DRAFT_TOKENS}, a token and its drafts, or 0 for no speculation"
             )
+        if self.is_v41:
+            raise ValueError(f"{given}: speculation with DeepSeek-V4.1 is rejected at start; give 0")
         if not self.model.draft_tokens:
             raise ValueError(f"{given}: {self.model.name} has no NextN layer to draft with (num_nextn_predict_layers)")
         if self.model.dspark and self.dp > 1:
             raise ValueError(f"{given}: DSPARK with --dp {self.dp} is rejected at start; give --dp 1")
+
+    @property
+    def is_v41(self) -> bool:
+        return isinstance(self.model.config, V41Config)
 
     @property
     def draft_layers(self) -> int:

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields
+from dsv4_sglang.model.config import LAYER_COUNTS, DSV4Config, Fields, ModelConfig
+from dsv4_sglang.model.supported import CONFIGS as CONFIG_CLASSES
 
 # One config.json per released model, with its sizes.
 CONFIGS = Path(__file__).parent / "configs"
@@ -48,7 +49,7 @@ class Model:
         """Return the model that the option --model names: a released model, a config.json or its folder.
 
         Raises:
-            ValueError: there is no such file, or it is not the config of a DeepSeek-V4 model.
+            ValueError: there is no such file, or it is not the config of a supported model.
         """
         hub_names = {f"{OWNER}/{name}": name for name in RELEASED.values()}
         if name := RELEASED.get(given) or hub_names.get(given):
@@ -68,19 +69,22 @@ class Model:
         """Read a config.json.
 
         Raises:
-            KeyError, TypeError, ValueError: The config is not one of a DeepSeek-V4 model.
+            KeyError, TypeError, ValueError: The config is not one of a supported model.
         """
         text = path.read_text()
         values: Any = json.loads(text)
         if not isinstance(values, dict):
             raise TypeError(f"{path} holds {type(values).__name__}; expected an object")
         model = cls(path.parent.resolve().name, str(path.parent), text)
-        fields = Fields(values)
+        fields = model.fields
         if model.quantised and (method := fields.mapping("quantization_config").get("quant_method")) != "fp8":
             raise ValueError(f"config field 'quantization_config.quant_method' is {method!r}; expected 'fp8'")
-        DSV4Config.from_hf(values)
+        _ = model.config  # raises the errors of its fields
         for name in LAYER_COUNTS:
             fields.integer(name)
+        for name, part in (("engram_layer_ids", "Engram layers"), ("vision_config", "images")):
+            if fields.get(name):
+                raise ValueError(f"config field {name!r}: a server rejects DeepSeek-V4.1 with {part}")
         return model
 
     @cached_property
@@ -89,13 +93,18 @@ class Model:
         return values
 
     @cached_property
-    def config(self) -> DSV4Config:
-        return DSV4Config.from_hf(self.values)
+    def fields(self) -> Fields:
+        """The fields of the text model, which a config.json of V4.1 has under `text_config`."""
+        return Fields({**self.values, **(self.values.get("text_config") or {})})
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return CONFIG_CLASSES.get(str(self.values.get("model_type")), DSV4Config).from_hf(self.values)
 
     @property
     def quantised(self) -> bool:
         """Return True if matrices are FP8 and experts FP4 or FP8, False if everything is bf16."""
-        return self.values.get("quantization_config") is not None
+        return self.fields.get("quantization_config") is not None
 
     @property
     def experts(self) -> Format:
@@ -105,14 +114,16 @@ class Model:
     @property
     def dspark(self) -> DSparkHead | None:
         """The DSPARK head, which a model has instead of a NextN layer. None without one."""
-        fields = Fields(self.values)
+        fields = self.fields
         if not fields.get("dspark_target_layer_ids"):
             return None
         return DSparkHead(len(fields.integers("dspark_target_layer_ids")), fields.integer("dspark_block_size"))
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens of a verify step with default flags; 0: the model cannot draft."""
+        """Tokens of a verify step with default flags; 0: the model cannot draft. A server rejects drafts of V4.1."""
+        if not isinstance(self.config, DSV4Config):
+            return 0
         if self.dspark:
             return self.dspark.block + 1
         return EAGLE_TOKENS if self.config.num_nextn_predict_layers else 0

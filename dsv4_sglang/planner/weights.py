@@ -44,7 +44,7 @@ def check_split(model: Model, tp: int, dp: int) -> None:
                 f"--tp {tp} with --dp {dp} splits attention over {tp // dp} GPUs, which does not "
                 f"divide the {number} {what} of {model.name}; --tp / --dp may be {fitting}"
             )
-    tile, width = FP8_TILE if model.quantised else 1, model.values["moe_intermediate_size"]
+    tile, width = FP8_TILE if model.quantised else 1, model.fields.integer("moe_intermediate_size")
     if width % (tp * tile):
         raise ValueError(
             f"--tp {tp} gives each GPU {width / tp:g} of the {width} columns of an expert; expected a multiple of "
@@ -117,7 +117,7 @@ def _built(model: Model, experts: Format, tp: int, dp: int) -> tuple[Any, Any]:
 
     quantisation = None
     if model.quantised:
-        quantisation = Fp8Config.from_config(model.values["quantization_config"])
+        quantisation = Fp8Config.from_config(model.fields.get("quantization_config"))
         quantisation.is_fp4_experts = experts is Format.FP4
     drafting = DeepseekV4ForCausalLMDSpark if model.dspark else DeepseekV4ForCausalLMNextN
     with (

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sglang.srt.server_args import ServerArgs
+from support import server_forkserver
 from support.liveness import LONG, wait
 
 from benchmarks import (
@@ -30,6 +32,7 @@ from benchmarks import (
     command_line,
     disaggregation,
     full_pool,
+    host_cache,
     loads,
     move,
     move_in_tree,
@@ -38,6 +41,7 @@ from benchmarks import (
     retract,
     run,
     servers,
+    tier,
     timing,
     tokenizer_workers,
     traffic,
@@ -47,8 +51,12 @@ from benchmarks.client import Answer
 from benchmarks.command_line import RESULTS
 from benchmarks.environment import ROOT
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.planner.ask_sglang import resolved_flags
 from dsv4_sglang.srt.launch.command import flag_value
+from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory import sizing
+from dsv4_sglang.srt.memory.served_layout import served_layout
 
 pytestmark = pytest.mark.full
 
@@ -111,12 +119,29 @@ def test_capacity_of_sglang_is_what_its_server_allocated() -> None:
 
 def test_capacity_of_sglang_with_flags() -> None:
     sizes = partial(capacity.in_tree, FLASHSHAPE.read_text(), 78.82, 256, 0)
-    rows = {name: sizes(**flags) for name, flags in capacity.in_tree_settings().items()}
+    rows = {name: sizes(**flags) for name, flags in capacity.in_tree_settings("flash").items()}
     default = rows["in-tree, default"]
     assert rows["in-tree, windows for hits (0.5)"]["tokens"] < default["tokens"] / 2
     assert default["fixed GiB"] == pytest.approx(2.53, abs=0.005)
     assert default == sizes(swa_full_tokens_ratio=0.1)
-    assert capacity.ours(FLASH, 256, 512).tokens(78.82 * capacity.GIB) >= 21_000_000
+    assert capacity.ours(FLASH, 78.82, 256, 512).tokens(78.82 * capacity.GIB) >= 21_000_000
+
+
+def test_capacity_of_v41() -> None:
+    """A prefix that keeps its window costs SGLang a window and a page, of 585 bytes a token in each of 40 layers. Ours
+    is what the functions of a server compute."""
+    gib, requests = 78.82, 64
+    rows = {row["setting"]: row for row in capacity.computed("v41", gib, requests, None, 0)}
+    default, more = rows["in-tree, default"], rows["in-tree, 1,024 windows"]
+    assert (rows["ours"]["B a token"], default["B a token"], more["B a token"]) == (900, 1632.5, 1632.5)
+    windows = (1024 - 4 * requests) * (128 + 256) * 585 * 40
+    assert default["tokens"] - more["tokens"] == pytest.approx(windows / 1632.5, abs=256)
+    assert rows["in-tree, encoder replay"]["tokens"] > default["tokens"]
+    assert more["tokens"] < 45_500_000 and rows["ours"]["tokens"] >= 82_000_000
+    layout = served_layout(V41Config.flash(), torch.float8_e4m3fn, Options(), "cpu")
+    demand = sizing.demand_of(layout, gib, running=requests, step_tokens=8192)
+    left = sizing.memory_after_slots(layout, demand, gib)
+    assert rows["ours"]["tokens"] == sizing.tokens_of_pool(layout, int(left * sizing.GIB), 1 << 20)
 
 
 def test_attention_products_give_the_measured_rate() -> None:
@@ -233,9 +258,39 @@ def test_dry_run(name: str, tmp_path: Path) -> None:
     assert not result(tmp_path, name)["failures"]
 
 
+def test_ranks_copy_at_once(tmp_path: Path) -> None:
+    """Each of two processes saves its part of shared rows and loads all, which the program compares."""
+    assert tier.main(arguments(tmp_path, "--ranks", "2", "--parts", "ranks")) == 0
+    made = result(tmp_path, "tier")
+    one, (save, load) = made["rows"][0], [row for row in made["rows"] if row["subject"] == "2 ranks"]
+    assert not made["failures"]
+    assert [row["move"] for row in (save, load)] == ["save", "load"]
+    assert load["MB"] == 2 * save["MB"] == 2 * one["MB"]
+    assert all(row["GB/s"] == pytest.approx(row["MB"] / row["us"] * 1e3) for row in (save, load))
+
+
 @pytest.mark.server
-def test_dry_run_of_tokenizer_workers(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_dry_run_of_a_host_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes take the memory of one copy, and a restart finds all conversations in memory."""
+    if os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize < 2 * host_cache.GB:
+        pytest.skip("/dev/shm has less than 2 GB")
+    monkeypatch.setattr(servers, "start", lambda made, out: server_forkserver.start(made, Path(out.name)))
+    out = tmp_path / "rows.jsonl"
+    given = ["--dry-run", "--out", str(out), "--measure", "memory,restart", "--storages", "shm"]
+    assert host_cache.main(given) == 0
+    memory, found, cold = map(json.loads, out.read_text().splitlines())
+    assert memory["copies"] == pytest.approx(1, abs=0.2), memory
+    assert memory["value"] == pytest.approx(memory["tokens"] / memory["GB"])
+    assert (found["at"], cold["at"]) == ("shm", "cold")
+    assert found["from_storage"] == found["cached"] == [768] * 3 and not any(cold["cached"])
+    assert found["first_token_ms"]["p50"] < cold["first_token_ms"]["p50"]
+
+
+@pytest.mark.server
+def test_dry_run_of_tokenizer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server rejects the requests, and the processes that handle them use CPU time."""
+    server_forkserver.fork_benchmarks(monkeypatch)
     assert tokenizer_workers.main(arguments(tmp_path)) == 0
     made = result(tmp_path, "tokenizer_workers")
     assert not made["failures"]
@@ -333,8 +388,9 @@ def test_rows_of_two_commits_are_not_merged(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_published_rows_can_be_merged(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(RESULTS / "serve.json"), "--servers", "ours,in-tree"]) == 0
-    assert "decode tokens/s 256 (NVIDIA H200, flashshape) | 28,473 (28,443 to 28,503) |" in capsys.readouterr().out
+    file = RESULTS / "turns_v4flash_tp2_earlier.jsonl"
+    assert report.main([str(file), "--servers", "ours,sglang-best"]) == 0
+    assert "decode tokens/s 256 (NVIDIA H200, v4flash) | 15,242 (15,224 to 15,260) |" in capsys.readouterr().out
 
 
 # Servers
@@ -434,6 +490,41 @@ def test_experts_of_the_served_configurations(
     assert [value for flag, value in pairwise(server.argv) if flag == "--moe-runner-backend"] == runner
 
 
+# Layers 20 to 39 for the last 128 tokens of a step only, the same at prefix hits, and prefixes that keep their windows.
+V41_MODES = {
+    "sglang": (True, False, None),
+    "sglang-full": (False, False, None),
+    "sglang-tails": (True, False, 1024),
+    "sglang-encoder-replay": (True, True, None),
+    "sglang-best-tails": (True, False, 1024),
+}
+
+
+@pytest.mark.parametrize("name", V41_MODES)
+def test_sglang_accepts_its_modes_of_v41(name: str, tmp_path: Path) -> None:
+    """SGLang resolves the flags of each mode to what its name says."""
+    args = serve_arguments("--model", "v41wide", "--servers", name)
+    made = bench.Bench(args, tmp_path)
+    argv = made.server(name, "x", made.base()).argv
+    parsed = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parsed)
+    words = vars(parsed.parse_args(argv[argv.index("--model-path") :]))
+    given = {field: value for field, value in words.items() if value != parsed.get_default(field)}
+    for of_machine in ("model_path", "decode_log_interval"):
+        del given[of_machine]
+    _, flags, _ = resolved_flags((made.model / "config.json").read_text(), **given)
+    replays = flags.enable_decoder_swa_bounded_replay, flags.enable_encoder_swa_bounded_replay
+    assert (*replays, flags.swa_prefix_tails) == V41_MODES[name]
+    assert flags.max_running_requests == max(flags.cuda_graph_config.decode.bs) == 64
+    assert (flags.cuda_graph_config.prefill.backend == "breakable") == name.startswith("sglang-best")
+
+
+def test_sizes_of_v41_are_those_of_its_requests(tmp_path: Path) -> None:
+    args = serve_arguments("--model", "v41wide")
+    assert (args.memory, list(bench.sizes_of(args).decode)) == (0.66, [1, 16, 64])
+    assert bench.Bench(args, tmp_path).vocab == 4096
+
+
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
     """SGLang takes the last value of a flag that is given twice."""
     made = bench.Bench(serve_arguments("--flags", "--max-running-requests 7 --sleep-on-idle"), tmp_path)
@@ -462,6 +553,11 @@ def test_every_second_start_reverses_the_servers() -> None:
         ("--tp 2 --gpus 2,x", "expected the numbers of 2 GPUs"),
         ("--decode 64,0", "--decode 64,0: expected numbers of 1 to 256 requests"),
         ("--servers theirs", "--servers theirs: expected some of ours, ours-eager"),
+        (
+            "--servers sglang-full",
+            "--servers sglang-full: expected some of ours, ours-eager, in-tree, sglang, sglang-b",
+        ),
+        ("--model v41wide --decode 256", "--decode 256: expected numbers of 1 to 64 requests"),
         ("--dry-run --servers theirs", "--servers theirs: expected some of ours, ours-eager"),
         ("--model v4flash", "--model v4flash --tp 1: expected at least 2 GPUs"),
         ("--starts 0", "--starts 0: expected at least 1"),
@@ -483,8 +579,13 @@ def test_conflicting_options_are_rejected(given: str, said: str, capsys: pytest.
         ("retract", "--servers theirs", "--servers theirs: expected some of"),
         ("full_pool", "--trees theirs", "--trees theirs: expected some of ours"),
         ("full_pool", "--conversations 5k", "--conversations 5k: expected positive numbers"),
+        ("host_cache", "--out x --measure copies", "--measure copies: expected some of memory, decode, restart"),
+        ("host_cache", "--out x --storages nixl", "--storages nixl: expected some of shm, file"),
+        ("tier", "--ranks 0", "--ranks 0: expected at least 1"),
         ("disaggregation", "--rate 0", "--rate 0.0: expected numbers above 0"),
         ("turns", "--out x --tier host --loads=", "--tier host without --loads"),
+        ("turns", "--out x --turnover 8192x64", "turnover 8192x64: expected PROMPT+ANSWERxCLIENTS"),
+        ("turns", "--out x --turnover 8192+1x64", "turnover 8192+1x64: expected PROMPT+ANSWERxCLIENTS"),
         ("trace", "none.jsonl --out x --closed 1", "none.jsonl"),
         ("prefix_trace", "trace --active 1 2 --visits 3", "expected as many visits as loads"),
     ],
@@ -509,7 +610,7 @@ def test_a_missing_transfer_backend_is_named_before_a_start(
 def test_times_between_tokens_leave_out_the_first_quarter() -> None:
     arrivals = [0.0, 9.0, 10.0, 10.1, 10.2, 10.3, 10.4, 10.6]
     found = bench.between_tokens(Answer([0] * 8, 0, {}, 0.0, 10.6, arrivals))
-    assert found == {"p50": 100.0, "p95": 200.0, "low": 100.0, "high": 200.0}
+    assert found == {"p50": 100.0, "p95": 200.0, "p99": 200.0, "low": 100.0, "high": 200.0}
     assert bench.between_tokens(Answer([0], 0, {}, 0.0, 1.0, [1.0])) is None
 
 

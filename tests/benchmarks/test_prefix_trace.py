@@ -188,7 +188,8 @@ def conversations(server: FakeServer, device_tokens: int = 0) -> turns.Conversat
     def fresh(tokens: int) -> list[int]:
         return servers.random_prompt(tokens, 60_000, next(seeds))
 
-    return turns.Conversations(_client(server), fresh, device_tokens, rounds=2, deadline=math.inf)
+    tier = "host" if device_tokens else "device"
+    return turns.Conversations(_client(server), fresh, tier, device_tokens, rounds=2, deadline=math.inf)
 
 
 def test_turns_hit_exactly_the_prefix(server: FakeServer) -> None:
@@ -201,7 +202,7 @@ def test_turns_hit_exactly_the_prefix(server: FakeServer) -> None:
     # The fake server has no pages, so it also finds the 32 tokens after the last whole page, and the row reports them.
     assert row["cached"] == {"expected": 512, "turns": 0, "low": 544, "high": 544}
     assert row["tier_share"] == 0.75
-    assert row["first_token_ms"].keys() == row["turn_ms"].keys() == {"p50", "p95", "low", "high"}
+    assert row["first_token_ms"].keys() == row["turn_ms"].keys() == {"p50", "p95", "p99", "low", "high"}
     del asked[:]
     row = held.measure(turns.Load.parse("600+100x1"))
     assert row["turns"] == 3 * 2 and set(asked) == {(644, 16)}

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from support import server_forkserver
 
-from benchmarks import agent_trace, servers, trace
+from benchmarks import agent_trace, prefix_simulation, simulated_server, trace
 from benchmarks.agent_trace import TraceConfig
 from benchmarks.client import TIERS, Answer
-from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, load, perfect_hits
+from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, live_tokens, load, perfect_hits
 
 pytestmark = pytest.mark.full
 
@@ -115,6 +115,28 @@ def test_agent_trace_has_the_hit_rate_of_agentx(tmp_path: Path) -> None:
     assert all(request.delay > 0 for request in made if request not in firsts)
 
 
+def test_shorter_agents_hit_and_live_as_much(tmp_path: Path) -> None:
+    """A fourth of the lengths gives about a fourth of the tokens, the same number of turns, and the same hit rate."""
+    long, short = (
+        load(written(tmp_path / f"{shorter}.jsonl", agent_trace.agents(8, 16, 1, shorter))) for shorter in (1, 4)
+    )
+    assert len(long) == len(short)
+    assert 3.5 < live_tokens(long) / live_tokens(short) < 4.5
+    rates = [sum(perfect_hits(made)) / sum(request.tokens for request in made) for made in (long, short)]
+    assert abs(rates[0] - rates[1]) < 0.02
+
+
+def test_agents_that_start_midway_are_all_live_from_the_start(tmp_path: Path) -> None:
+    """The first 100 requests of 20 agents leave three times as many live tokens, and later requests hit as before."""
+    made = [
+        load(written(tmp_path / f"{midway}.jsonl", agent_trace.agents(20, 40, 1, 8, midway=midway)))
+        for midway in (False, True)
+    ]
+    first, midway = (live_tokens(requests[:100]) for requests in made)
+    assert midway > 2 * first
+    assert sum(perfect_hits(made[1])[200:]) / sum(request.tokens for request in made[1][200:]) > 0.9
+
+
 class Told:
     """Client whose requests take 20 ms and which records when each begins and ends."""
 
@@ -168,13 +190,64 @@ def test_misses_are_counted_by_cause() -> None:
     assert (row["ideal_tokens"], row["cached_tokens"], row["bounded_ideal_tokens"]) == (2048, 256, {"512": 1024})
     assert row["missed"]["tokens"] == 1792 and row["missed"]["in_flight"] == 1024
     assert (row["missed"]["no_snapshot"], row["missed"]["other"]) == (512, 256)
+    assert row["live_tokens"] == 1024 and row["first_token_ms"]["p99"] == 1000
     assert "no_snapshot" not in trace.summary(pairs, [], lost=None)["missed"]
+
+
+def test_the_end_that_fills_no_block_is_a_miss_of_its_own() -> None:
+    """Of 1,535 ideal tokens the last 127 fill no block. A request that hits all but those misses nothing else."""
+    spans = [
+        trace.Done(at, 0.0, 1536, 1, hit, {"device": hit}, 1.0, 1.0, 0.0) for at, hit in ((0, 0), (2, 1408), (4, 0))
+    ]
+    row = trace.summary([(one(1, 2, 3), done) for done in spans], [], lost=0.0)
+    assert row["ideal_tokens"] == 2 * 1535
+    assert row["missed"]["partial_block"] == 2 * 127 and row["missed"]["other"] == 1408
+
+
+def test_live_tokens_are_those_that_return() -> None:
+    requests = [one(1, 2), one(3), one(1, 4), one(3), one(1), one(5)]
+    assert live_tokens(requests) == 2 * HASH_BLOCK
+    assert live_tokens(requests[:1]) == 0
+
+
+def test_simulated_hits_are_the_whole_blocks_of_the_ideal(tmp_path: Path) -> None:
+    """With a snapshot at each block, one request at a time and memory without end, nothing else is computed again."""
+    made = load(written(tmp_path / "agents.jsonl", replace(TINY, turns=(6, 10), generate=(300, 900))))
+    simulation = simulated_server.Simulation(10_000, 10_000, 128, concurrency=1)
+    simulation.replay(made)
+    assert simulation.hit_tokens == sum(hit // 128 * 128 for hit in perfect_hits(made)) > 0
+    assert simulation.lost_tokens == 0
+
+
+def test_study_of_a_trace_file(tmp_path: Path) -> None:
+    """Less memory hits less, and no policy more than the optimum plus what unlimited slots add."""
+    file = written(tmp_path / "agents.jsonl", replace(TINY, conversations=12, active=6))
+    given = ["--parts", "trace", "--trace", str(file), "--out", str(tmp_path)]
+    assert prefix_simulation.main(given) == 0
+    made = json.loads((tmp_path / "prefix_simulation.json").read_text())
+    assert not made["failures"]
+    rows = {(row["live"], row["slots"] == "unlimited", row["share"]): row for row in made["rows"]}
+    assert len(rows) == 4 * 3
+    hits = [rows[live, True, None]["hit"] for live in prefix_simulation.LIVE]
+    assert hits == sorted(hits, reverse=True) and hits[0] > 0.8
+    assert all(row["hit"] <= row["optimal"] for row in made["rows"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "host"),
+    [("", None), ("--enable-hierarchical-cache", 2000), ("--enable-hierarchical-cache --hicache-ratio 4", 4000)],
+)
+def test_tokens_of_device_and_host(flags: str, host: int | None) -> None:
+    facts = {"max_total_num_tokens": 1000, "bytes_a_token": 4000.0, "command": f"-m sglang {flags}"}
+    assert trace.held_tokens(facts) == ([1000] if host is None else [1000, 1000 + host])
+    sized = facts | {"command": "--enable-hierarchical-cache --hicache-ratio 4 --hicache-size 2"}
+    assert trace.held_tokens(sized) == [1000, 1000 + 500_000]
 
 
 @pytest.mark.server
 def test_a_trace_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both loops serve every agent request on a real server and hit at most the ideal."""
-    monkeypatch.setattr(servers, "start", lambda command, out: server_forkserver.start(command, Path(out.name)))
+    server_forkserver.fork_benchmarks(monkeypatch)
     config = replace(TINY, conversations=2, systems=(512,), turns=(3, 3), tokens=(700, 900))
     file, out = written(tmp_path / "agents.jsonl", config), tmp_path / "out.jsonl"
     given = [str(file), "--dry-run", "--closed", "2", "--open", "0.5", "--cap", "2", "--out", str(out)]
@@ -184,7 +257,8 @@ def test_a_trace_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for row in rows:
         assert 0.7 < row["hit_of_ideal"] <= 1.0  # Up to 127 of 500 tokens lie behind a snapshot.
         missed = row["missed"]
-        assert missed["tokens"] == missed["in_flight"] + missed["no_snapshot"] + missed["other"]
+        kinds = ("in_flight", "partial_block", "no_snapshot", "other")
+        assert missed["tokens"] == sum(missed[kind] for kind in kinds) and missed["partial_block"] > 0
         assert row["environment"]["versions"]["sglang"]
     lines = [json.loads(line) for line in out.with_suffix(".requests.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * len(load(file))

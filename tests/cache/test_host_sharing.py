@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import resource
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from support.memory_maps import shared_mappings
 from support.ranks import run_ranks, values
 
 from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema, host_memory
-from dsv4_sglang.cache.host_memory import SHARED_NAME, HostMemory
+from dsv4_sglang.cache.host_memory import SHARED_NAME, HostMemory, cpus_in
 from dsv4_sglang.cache.host_sharing import HostSharing
 from dsv4_sglang.model import DSV4Config, build_schedule
 
@@ -50,6 +52,52 @@ def test_processes_share_one_copy() -> None:
     assert first["Rss"] == 301 * PAGE >> 10
     assert abs(sum(found["Pss"] for found in (first, *(other for (other,) in others))) - first["Rss"]) <= 3
     assert all(other["inode"] == first["inode"] for (other,) in others)
+
+
+def numa_nodes() -> list[set[int]]:
+    """Return the CPUs of each NUMA node that this process may use."""
+    own = os.sched_getaffinity(0)
+    listed = [
+        cpus_in(path.read_text()) & own for path in sorted(Path("/sys/devices/system/node").glob("node*/cpulist"))
+    ]
+    return [cpus for cpus in listed if cpus]
+
+
+def cpu_of(rank: int) -> set[int]:
+    """Return a CPU for a rank. The nodes take turns."""
+    nodes = numa_nodes()
+    cpus = sorted(nodes[rank % len(nodes)])
+    return {cpus[rank % len(cpus)]}
+
+
+def stripes(rank: int, pages: int) -> tuple[list[tuple[int, int, set[int]]], dict[int, int]]:
+    """Return what this process allocates, (offset, bytes, CPUs), and the pages of the whole memory by NUMA node."""
+    host_memory.STRIPE, allocate, done = 4 * PAGE, os.posix_fallocate, []
+
+    def recorded(file: int, at: int, nbytes: int) -> None:
+        done.append((at, nbytes, os.sched_getaffinity(0)))
+        allocate(file, at, nbytes)
+
+    os.posix_fallocate = recorded
+    sharing, before = HostSharing(dist.group.WORLD), os.sched_getaffinity(0)
+    memory = HostMemory(pages * PAGE, CPU, cpu_of(rank), sharing)
+    assert os.sched_getaffinity(0) == before
+    line = next(line for line in Path("/proc/self/numa_maps").read_text().splitlines() if SHARED_NAME in line)
+    sharing.wait()
+    assert memory.nbytes
+    return done, {int(node): int(count) for node, count in re.findall(r" N(\d+)=(\d+)", line)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the system does not report NUMA nodes")
+def test_pages_are_divided_among_numa_nodes() -> None:
+    """Each process allocates every third stripe, on the CPUs that it was given. The kernel counts the pages by node."""
+    found, nodes = values(run_ranks(3, stripes, 30)), numa_nodes()
+    expected: Counter[int] = Counter()
+    for rank, (done, _) in enumerate(found):
+        sizes = [(at, min(4, 30 - at)) for at in range(4 * rank, 30, 12)]
+        assert done == [(at * PAGE, size * PAGE, cpu_of(rank)) for at, size in sizes]
+        expected[rank % len(nodes)] += sum(size for _, size in sizes)
+    assert [sorted(pages.values()) for _, pages in found] == [sorted(expected.values())] * 3
 
 
 def two_machines(rank: int) -> tuple[int, int, bool, list[int], int]:

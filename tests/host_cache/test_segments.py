@@ -500,7 +500,7 @@ def test_states_of_segments(folder: Path) -> None:
 
 def test_room_is_made_for_a_new_segment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of other models go if there is no memory left, the least recently used first. Too little is an error,
-    and leaves nothing."""
+    which leaves nothing and removes nothing."""
     first, second = left_segment(folder, name_of("a")), left_segment(folder, name_of("b"))
     used = sum(segment.bytes for segment in stored_segments(folder))
     owners = [Owner(1, name_of("c"))]
@@ -512,8 +512,12 @@ def test_room_is_made_for_a_new_segment(folder: Path, monkeypatch: pytest.Monkey
     owners.append(Owner(1, name_of("d")))
     assert first not in states(folder) and second in states(folder)
     before = states(folder)
-    with pytest.raises(RuntimeError, match=rf"bytes requested in {folder}, \d+ are free; give it a larger file system"):
+    with pytest.raises(RuntimeError, match=rf"bytes requested in {folder}, \d+ are available; give it a larger file"):
         Owner(1000, name_of("e"))
+    assert states(folder) == before and second in before
+    monkeypatch.setattr(stored_module, "free_bytes", lambda of: 0 if second in states(of) else 1)
+    with pytest.raises(RuntimeError, match=rf"bytes requested in {folder}, 1 are available"):
+        Owner(1, name_of("e"))
     assert set(states(folder)) == set(before) - {second}
     assert all(owner.rows.available_size() == 1 for owner in owners)
 

@@ -125,7 +125,7 @@ def built_pool(launched: Configurator, **sizes: int) -> Any:
 def test_allocation_equals_the_benchmarks_figure(configurator: Any, make: Any) -> None:
     launched = configurator(make(), 256, max_snapshots=512)
     tokens = tokens_of(launched, MEMORY)
-    assert tokens == capacity.ours(make(), 256, 512).tokens(MEMORY * GIB)
+    assert tokens == capacity.ours(make(), MEMORY, 256, 512).tokens(MEMORY * GIB)
     assert launched.context.demand == StateDemand(256, 64, 512)
     if make is flashshape:
         assert tokens >= 21_000_000

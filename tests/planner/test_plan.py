@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +38,8 @@ from dsv4_sglang.srt.sglang.flags import flag_defaults
 from dsv4_sglang.srt.sglang.planning import published
 from dsv4_sglang.testing import tiny
 from dsv4_sglang.testing.tiny_config import TinySpec, config_json
+from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
+from dsv4_sglang.testing.tiny_v41 import config_json as v41_config_json
 
 
 def changed(model: Model, **fields: object) -> Model:
@@ -57,7 +59,9 @@ DSPARK = changed(
     dspark_noise_token_id=1,
 )
 HALF = changed(FLASH, n_routed_experts=128)
-FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config.json"
+SHAPES = Path(capacity.__file__).parent / "configs"
+FLASHSHAPE = SHAPES / "flashshape" / "config.json"
+V41 = Model.from_file(SHAPES / "v41wide" / "config.json")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,16 +109,18 @@ def rejected(*arguments: str) -> str:
 # Weights
 
 
-def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
-    """The count equals every tensor of the tiny model, which is not quantised. SGLang keeps two kinds of tensors in a
-    different type."""
-    tiny.make_tiny(tmp_path / "tiny", TinySpec())
+@pytest.mark.parametrize("make", [tiny.make_tiny, make_tiny_v41])
+def test_weights_of_a_checkpoint(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """The count equals every tensor of the tiny models, which are not quantised. SGLang keeps three kinds of tensors in
+    a different type."""
+    make(tmp_path / "tiny")
     stored = 0
     for file in (tmp_path / "tiny").glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  `tensors` is not a dict.
                 tensor = tensors.get_tensor(name)
-                width = 4 if "compressor.norm" in name or "tid2eid" in name else tensor.element_size()
+                wider = any(part in name for part in ("compressor.norm", "indexer.k_norm", "tid2eid"))
+                width = 4 if wider else tensor.element_size()
                 stored += tensor.numel() * width
     model = Model.from_file(tmp_path / "tiny" / "config.json")
     counted = count_weights(model, Format.BF16, 1)
@@ -320,6 +326,23 @@ def test_the_parts_are_the_memory_of_a_gpu(gpu: str, drafts: int) -> None:
     assert made.parts[-3].name == "context, NCCL"
     # Blocks are whole, so up to two may be left over.
     assert 0 <= 0.85 - fraction < 3 * made.layout.block_bytes / within
+
+
+def test_v41() -> None:
+    """The tokens are those of `benchmarks.capacity` for the memory that the weights leave, ours and SGLang's. A plan
+    has no drafts and no other formats, which a server rejects."""
+    given = choice(V41, count=1, experts=Format.FP8, running=64, mem_fraction=0.66)
+    made = plan(given)
+    assert 78.82 < made.available_gib < 82 and made.tokens > 82_000_000
+    memory = made.available_gib * GIB
+    assert made.tokens == capacity.ours(V41.config, made.available_gib, 64, None).tokens(memory)
+    assert made.in_tree_tokens == capacity.in_tree(V41.text, made.available_gib, 64, 0)["tokens"]
+    assert sum(part.bytes for part in made.parts) == GPUS["h200"].memory
+    changes = dict(neighbours(given))
+    assert changes and not any("speculative" in change or "dtype" in change for change in changes)
+    assert recommend(replace(given, count=2), "latency").choice.draft_tokens == 0
+    plain = count_weights(changed(V41, quantization_config=None), Format.BF16)
+    assert plain.bytes > 1.8 * count_weights(V41, Format.FP8).bytes
 
 
 def test_replicas_of_dp_attention_have_a_cache_each() -> None:
@@ -547,7 +570,8 @@ def test_the_command_has_every_choice() -> None:
         *("--context-length", "262144", "--hicache-size", "100"),
     )
     assert re.search(
-        r"^host cache: [\d,]+ tokens in 200 GB \(2 caches of 100\); --\S+ shm keeps them for the next start$",
+        r"^host cache: [\d,]+ tokens in 200 GB \(2 caches of 100\), one copy for all processes of a machine; "
+        r"with --\S+ shm the next start and other servers of the machine find them$",
         printed,
         re.MULTILINE,
     )
@@ -565,7 +589,7 @@ def test_host_tokens_do_not_depend_on_the_processes() -> None:
     """64 GiB hold what docs/guides/host_cache.md says, for two processes and for eight that share them."""
     for count in ("2", "8"):
         printed = invoke("--gpu", "h200", "--count", count, "--model", "flash", "--hicache-size", "69")
-        (tokens,) = re.findall(r"^host cache: ([\d,]+) tokens in 69 GB;", printed, re.MULTILINE)
+        (tokens,) = re.findall(r"^host cache: ([\d,]+) tokens in 69 GB, one copy for all", printed, re.MULTILINE)
         assert int(tokens.replace(",", "")) // 10**5 == 173, tokens
 
 
@@ -586,7 +610,7 @@ def test_the_command_with_speculation(model: Model, tokens: int, flags: str, tmp
     assert ("NextN layer" in printed, "DSPARK head" in printed) == (model is FLASH, model is DSPARK)
 
 
-TINY = config_json(TinySpec())
+TINY, V41_TINY = config_json(TinySpec()), v41_config_json(TinyV41Spec())
 # Folders of config.json files for the errors below.
 CONFIGS = {
     "tiny": TINY,
@@ -596,6 +620,10 @@ CONFIGS = {
     "many": {**TINY, "n_routed_experts": "many"},
     "awq": {**TINY, "quantization_config": {"quant_method": "awq"}},
     "narrow": {**TINY, "head_dim": 128},
+    "v41": V41_TINY,
+    "v41-engram": {**V41_TINY, "text_config": {**V41_TINY["text_config"], "engram_layer_ids": [1]}},
+    "v41-images": {**V41_TINY, "vision_config": {"num_hidden_layers": 1}},
+    "v41-sources": {**V41_TINY, "text_config": {**V41_TINY["text_config"], "kv_source_layer_ids": [0]}},
 }
 
 
@@ -643,6 +671,16 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--model awq", r"quant_method' is 'awq'; expected 'fp8'"),
         ("--model narrow", r"config field 'head_dim' is 128; this cache stores only 512"),
         ("--model no-nextn --speculative-num-draft-tokens 4", r"num-draft-tokens 4: .* has no NextN layer"),
+        ("--model v41 --tp 1 --speculative-num-draft-tokens 4", r"speculation with DeepSeek-V4.1 is rejected at start"),
+        ("--model v41 --count 2 --tp 2", r"--tp 2: with DeepSeek-V4.1 on GPUs it is rejected at start"),
+        (
+            "--model v41 --tp 1 --hicache-size 8",
+            r"--hicache-size 8: with DeepSeek-V4.1 on GPUs it is rejected .*; give 0",
+        ),
+        ("--model v41 --kv-cache-dtype bfloat16", r"--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1"),
+        ("--model v41-engram", r"'engram_layer_ids': a server rejects DeepSeek-V4.1 with Engram layers"),
+        ("--model v41-images", r"'vision_config': a server rejects DeepSeek-V4.1 with images"),
+        ("--model v41-sources", r"'kv_source_layer_ids' has layer 0, whose compress ratio is 0"),
         ("--model dspark --speculative-num-draft-tokens 6 --dp 2", r"DSPARK with --dp 2 is rejected at start"),
     ],
 )

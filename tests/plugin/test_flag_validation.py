@@ -266,16 +266,6 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
 
 
-@pytest.mark.parametrize("given, backend", [(set(), "disabled"), ({("prefill", "backend")}, "breakable")])
-def test_prefill_graphs_of_v41_are_off_unless_a_flag_selects_them(given: set, backend: str) -> None:
-    asked = graphs(prefill="breakable")
-    asked.prefill.max_bs = 1000
-    args = arguments(cuda_graph_config=asked)
-    args._cuda_graph_config_locked = given
-    prefill_graphs.switch_off(args)
-    assert current_flags(args).cuda_graph_config.prefill.backend == backend
-
-
 @pytest.mark.parametrize(
     ("device", "fields", "line"),
     [
@@ -390,6 +380,9 @@ def test_impossible_shared_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -
             reject_for_machine(args)
         monkeypatch.setattr(flag_validation, "unowned_bytes", lambda folder: 8 * 10**9)
         reject_for_machine(args)
+        monkeypatch.setattr(flag_validation, "free_bytes", lambda folder: -8 * 10**9)
+        with pytest.raises(LaunchError, match="has 0 GB of memory left; free some, or leave out --enable-hier"):
+            reject_for_machine(args)
         folder.chmod(0o770)
         with pytest.raises(LaunchError, match=f"{folder} has mode 0770: users other than its owner can write it"):
             reject_for_machine(args)
@@ -425,7 +418,9 @@ def test_another_model() -> None:
 
 
 V41: dict[str, dict[str, Any]] = {
-    "--device cuda": {"device": "cuda"},
+    "--tp-size 2": {"device": "cuda", "tp_size": 2},
+    "--enable-hierarchical-cache": {"device": "cuda", "enable_hierarchical_cache": True},
+    "--enable-memory-saver": {"device": "cuda", "enable_memory_saver": True},
     "--speculative-algorithm DSPARK": {"speculative_algorithm": "DSPARK"},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
@@ -445,7 +440,7 @@ def test_flags_unsupported_with_v41_are_rejected(named: str) -> None:
     asked = {"facts": {}, "options": Options(), **V41[named]}
     said = [line for line in lines("deepseek_v41", **asked) if line.startswith(f"{named} is not supported: ")]
     assert said, lines("deepseek_v41", **asked)
-    assert lines("deepseek_v41", {}, Options()) == []
+    assert [lines("deepseek_v41", {}, Options(), device=device) for device in ("cpu", "cuda")] == [[], []]
     assert not [line for line in lines("deepseek_v4", **asked) if line in said]
 
 

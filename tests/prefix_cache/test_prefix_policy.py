@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.agent_trace import Turn, load
-from benchmarks.prefix_simulation import (
-    BLOCK_BYTES,
-    INTERVAL,
-    LeastRecentlyUsed,
-    Simulation,
-    expected_blind,
-)
+from benchmarks.prefix_simulation import BLOCK_BYTES, INTERVAL, LeastRecentlyUsed, expected_blind
+from benchmarks.simulated_server import Simulation
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.host_copy import TRANSITIONS, CopyEvent, HostCopy
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes

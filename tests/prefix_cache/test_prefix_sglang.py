@@ -11,7 +11,7 @@ import torch
 from support.prefix_tree import BLOCK, TIMES, Request, TreeServer, without_a_server
 
 from benchmarks.agent_trace import Turn
-from benchmarks.prefix_simulation import Simulation
+from benchmarks.simulated_server import Simulation
 from dsv4_sglang.srt.prefix_cache import cache as cache_module
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.notes import BatchNote, RequestNote

@@ -165,11 +165,7 @@ FIGURES = [
         (RESULTS, f"decode tokens/s, {n} requests", FLASH, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
         for n in (16, 64, 256)
     ),
-    (RESULTS, "agents, 3 GiB, 1.55 M", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
-    (
-        *(RESULTS, "agents, 4.62 M live tokens, 10 times the GPU: hits, % (14.2 and 13.0 GB)"),
-        *("tier_trace", {}, "hit_of_ideal", "{:.1%}"),
-    ),
+    (RESULTS, "agents, 1.56 M live tokens: hits, %", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
     (RESULTS, "DP attention: tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,.0f}"),
     *(
         (RESULTS, f"DP attention: decode tokens/s, {n} requests", DP2, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
@@ -212,6 +208,24 @@ def test_figures_are_those_of_the_results(
         millions = form.endswith(" M")
         cells.append(form.format(*(value / 1e6 if millions else value for value in values)).removesuffix("%"))
     assert f"| {label} | {cells[0]} | {cells[1]} |" in page.read_text()
+
+
+def test_figures_of_a_shared_host_cache() -> None:
+    rows = rows_of("host_cache_cpu")
+    (memory,) = [row for row in rows if "copies" in row]
+    seconds = {
+        at: fmean(row["first_token_ms"]["p50"] for row in rows if row.get("at") == at) / 1e3
+        for at in ("shm", "file", "cold")
+    }
+    text = RESULTS.read_text()
+    assert f"{memory['value'] / 1e6:.2f} M tokens per GB,\nwith a copy each half" in text
+    assert round(memory["copies"], 2) == 1
+    assert (
+        "| first token after a restart, 3,000 tokens, p50 | {shm:.2f} s | {file:.2f} s | {cold:.1f} s |".format(
+            **seconds
+        )
+        in text
+    )
 
 
 def test_nothing_reaches_the_cache_without_a_server() -> None:

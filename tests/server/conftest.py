@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from reference.oracle import Oracle
-from support.server import CPU, Server, make_way, on_rank, one_core_each, running
+from support.segments import VARIABLE, new_folder
+from support.server import CPU, Server, on_rank, one_core_each, running
 from support.server_plugin import plugged
 
 from dsv4_sglang.testing.tiny import make_tiny
@@ -65,16 +67,13 @@ def plugin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Folder of the plugin in all servers that the module starts (server_plugin.py).
 
     RECORDS of the module names the folders for what the plugin records. Prefill steps of up to GRAPH_TOKENS tokens run
-    like GPU graphs. CUDA_LAYERS selects SGLang's CUDA layer classes. UNTESTED_DEVICE lifts the rejection
-    of a device.
+    like GPU graphs. CUDA_LAYERS selects SGLang's CUDA layer classes.
     """
     folder = tmp_path_factory.mktemp("plugin")
     for name in getattr(request.module, "RECORDS", ()):
         (folder / name).mkdir()
     if getattr(request.module, "CUDA_LAYERS", False):
         (folder / "cuda_layers").touch()
-    if getattr(request.module, "UNTESTED_DEVICE", False):
-        (folder / "untested_device").touch()
     graph_tokens = getattr(request.module, "GRAPH_TOKENS", 0)
     if graph_tokens:
         (folder / "sizes").write_text(json.dumps([4, 16, 40, graph_tokens]))
@@ -117,6 +116,30 @@ def oracle(model: Path) -> Oracle:
     return Oracle(model, device="cpu" if CPU else "cuda")
 
 
+@pytest.fixture
+def segments() -> Iterator[Path]:
+    """Folder of all segments that servers of the test create with the storage `shm`."""
+    # Disable SGLang's 5 s pause for diagnostics before exit.
+    with (
+        new_folder() as folder,
+        patch.dict(os.environ, {VARIABLE: str(folder), "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}),
+    ):
+        yield folder
+
+
+@pytest.fixture
+def start(
+    request: pytest.FixtureRequest, segments: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., AbstractContextManager[Server]]:
+    """Return a function that starts a server with FLAGS and OPTIONS of the module, on the folder `segments`."""
+
+    def started(*flags: str, model: Path = model, **options: Any) -> AbstractContextManager[Server]:
+        log = tmp_path_factory.mktemp("server") / "log"
+        return running(model, log, *request.module.FLAGS, *flags, **{**request.module.OPTIONS, **options})
+
+    return started
+
+
 @pytest.fixture(scope="module")
 def server(
     request: pytest.FixtureRequest,
@@ -139,8 +162,6 @@ def server(
         patch.dict(os.environ, environment),
         running(model, log, *flags, **getattr(request.module, "OPTIONS", {})) as server,
     ):
-        if CPU:
-            make_way(server)
         # Prefix hits depend on the rank. Tests that assume a single cache leave the others idle.
         server.fields = on_rank(0) if "--dp-size" in flags else {}
         yield server

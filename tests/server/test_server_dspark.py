@@ -19,6 +19,7 @@ from support.server import (
     HOST_CACHE,
     Server,
     assert_oracle_chooses,
+    assert_replays_are_equal,
     assert_right_beside_cancels,
     greedy,
     prompt,
@@ -94,20 +95,7 @@ def test_a_batch(server: Server, oracle: Oracle, head: DSpark, plugin: Path) -> 
 
 
 def test_replay_of_opaque_ids(server: Server, oracle: Oracle) -> None:
-    """A prompt with eight opaque ids has one answer, however often it is sent at once to a cold cache.
-
-    With five drafts SGLang's own cache lost ids (issue 33800).
-    """
-    ids = [token for i in range(8) for token in prompt(18, seed=80 + i) * 2] + prompt(3)
-    assert len(ids) == 291
-    for numbers in (range(12), range(12, 24)):
-        server.flush()
-        with ThreadPoolExecutor(12) as pool:
-            got = list(pool.map(lambda i: generate(server, ids, 16, f"replay {i}"), numbers))
-        answers = {tuple(answer["output_ids"]) for answer in got}
-        for tokens in answers:
-            assert oracle.score(ids, list(tokens), chunk=CHUNK).margin.max() <= 2 * TOLERANCE
-        assert len(answers) == 1
+    assert_replays_are_equal(server, oracle, TOLERANCE)
 
 
 def test_retries_of_cancelled_requests(server: Server, oracle: Oracle) -> None:

@@ -14,6 +14,8 @@ from support.server import (
     HOST_CACHE,
     Server,
     assert_oracle_chooses,
+    assert_replays_are_equal,
+    assert_right_around_one_block,
     assert_right_beside_cancels,
     assert_right_though_retracted,
     distances,
@@ -64,22 +66,15 @@ def test_branches_in_chunks_of_128(server: Server, oracle: Oracle) -> None:
 
 
 def test_prefixes_around_one_block_at_once(server: Server, oracle: Oracle) -> None:
-    """Requests with a common prefix of a block, one token less and one more are right beside others without it.
-
-    All begin at once, with an empty cache and then with a full one (SGLang's issue 22819).
-    """
-    prefix, found = prompt(129, seed=60), []
-    asked = [prefix[:at] + prompt(30, seed=at) for at in (127, 128, 129, 0)] + [prefix[:128], prefix]
-    server.flush()
-    for _ in range(2):
-        for ids, got in zip(asked, server.generate_all(asked, 8)):
-            assert_oracle_chooses(oracle, ids, got, TOLERANCE)
-            found.append(got.cached)
-    assert set(found) == {0, 128}
+    assert_right_around_one_block(server, oracle, TOLERANCE)
 
 
 def test_retries_of_cancelled_requests(server: Server, oracle: Oracle) -> None:
     assert_right_beside_cancels(server, oracle, TOLERANCE)
+
+
+def test_replay_of_opaque_ids(server: Server, oracle: Oracle) -> None:
+    assert_replays_are_equal(server, oracle, TOLERANCE)
 
 
 def test_missing_indexer_state_is_detected(server: Server, oracle: Oracle, plugin: Path) -> None:

@@ -4,109 +4,36 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
-from support.liveness import POLL_SECONDS, STUCK_SECONDS, Progress
-from support.segments import VARIABLE, new_folder
-from support.server import (
-    BROKEN_OFF,
-    FP32,
-    Server,
-    assert_same,
-    empty_device,
-    ends,
-    on_rank,
-    one_core_each,
-    prompt,
-    running,
-    schedulers,
-)
+from support.server import BROKEN_OFF, assert_same, empty_device, ends, on_rank, one_core_each, prompt, schedulers
 from support.server_plugin import broken
-from typer.testing import CliRunner
+from support.shm_servers import (
+    FLAGS,
+    FOUND,
+    MODEL,
+    OPTIONS,
+    PAGES,
+    PROMPT,
+    TOLERANCE,
+    Start,
+    kill,
+    tool,
+    wait_for_pages,
+    wait_until_unused,
+)
 
-from dsv4_sglang.cli import app
 from dsv4_sglang.srt.host_cache.folder import USED
 from dsv4_sglang.srt.host_cache.stored_segments import stored_segments
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
-MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
-FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--enable-metrics")
-FLAGS += ("--max-total-tokens", "2560", "--chunked-prefill-size", "256", "--enable-cache-report", "--random-seed", "1")
-FLAGS += ("--enable-hierarchical-cache", "--hicache-storage-backend", "shm")
-FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
-OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
-TOLERANCE = 2e-3
+__all__ = ["FLAGS", "OPTIONS"]  # for fixtures
 CUDA_LAYERS = True
-PROMPT = prompt(400)
-FOUND = 3 * 128
-# Blocks of the prompt and one snapshot.
-PAGES = 3 + 1
-
-Start = Callable[..., AbstractContextManager[Server]]
-
-
-@pytest.fixture
-def segments() -> Iterator[Path]:
-    """Folder of all segments that servers of the test create."""
-    with (
-        new_folder() as folder,
-        patch.dict(os.environ, {VARIABLE: str(folder), "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}),
-    ):
-        yield folder
-
-
-@pytest.fixture
-def start(segments: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Return a function that starts a server."""
-
-    def started(*flags: str, model: Path = model, **options: Any) -> AbstractContextManager[Server]:
-        log = tmp_path_factory.mktemp("server") / "log"
-        return running(model, log, *FLAGS, *flags, **{**OPTIONS, **options})
-
-    return started
-
-
-def pages_of(folder: Path) -> list[int]:
-    return [segment.pages for segment in stored_segments(folder)]
-
-
-def wait_for_pages(server: Server, folder: Path, count: int) -> None:
-    """Wait until the servers have published `count` pages."""
-    progress = Progress(server.process)
-    while sum(pages_of(folder)) < count:
-        progress.check()
-        time.sleep(POLL_SECONDS / 10)
-    assert sum(pages_of(folder)) == count
-
-
-def wait_until_unused(folder: Path) -> None:
-    """Wait until the servers have released their segments. The threads of a process may end a moment after it."""
-    since = time.monotonic()
-    while any(segment.state == USED for segment in stored_segments(folder)):
-        assert time.monotonic() - since < STUCK_SECONDS
-        time.sleep(0.05)
-
-
-def tool(command: str, folder: Path, *options: str) -> str:
-    """Return the output of `dsv4-sglang storage`."""
-    ran = CliRunner().invoke(app, ["storage", command, str(folder), *options])
-    assert ran.exit_code == 0, ran.output
-    return ran.output
-
-
-def kill(server: Server) -> None:
-    """Kill all processes of a server at once."""
-    with ends(server) as processes:
-        for process in processes:
-            process.kill()
 
 
 def test_next_start_finds_the_rows(start: Start, segments: Path, tiny: Callable[..., Path]) -> None:

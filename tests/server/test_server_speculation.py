@@ -22,6 +22,9 @@ from support.server import (
     Generated,
     Server,
     assert_oracle_chooses,
+    assert_replays_are_equal,
+    assert_right_around_one_block,
+    assert_right_beside_cancels,
     prompt,
 )
 from support.server_plugin import broken
@@ -117,6 +120,18 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Compare) -> N
     for (rid, ids), got in [*zip(prompts.items(), warm)][::2]:
         assert max(apart(f"2 {rid}", ids, got)) <= DRAFTED
     server.wait_idle()
+
+
+def test_prefixes_around_one_block_at_once(server: Server, oracle: Oracle) -> None:
+    assert_right_around_one_block(server, oracle, TOLERANCE)
+
+
+def test_retries_of_cancelled_requests(server: Server, oracle: Oracle) -> None:
+    assert_right_beside_cancels(server, oracle, TOLERANCE)
+
+
+def test_replay_of_opaque_ids(server: Server, oracle: Oracle) -> None:
+    assert_replays_are_equal(server, oracle, TOLERANCE)
 
 
 def test_missing_draft_ring_is_detected(server: Server, oracle: Oracle, apart: Compare, plugin: Path) -> None:

@@ -46,6 +46,8 @@ def recorded(call: Callable[[], Any], warm_up: bool = False) -> tuple[torch.cuda
     """
     if warm_up:
         stream = torch.cuda.Stream()
+        # Otherwise the call may read what its inputs' memory held before they were written.
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             call()
         stream.synchronize()

@@ -7,17 +7,15 @@ The plugin reads and writes files in the folder that PLUGIN_FOLDER names (fixtur
 - sizes: sizes of the graphs as which short prefill steps run, if it exists; steps then has a line per step
   (recorded_prefills.py)
 - cuda_layers: exists if the server's layers are of SGLang's CUDA classes (cuda_layers.py)
-- untested_device: exists if servers do not reject their device for DeepSeek-V4.1
 - loads: folder with the loads from the host, one file per process, if it exists (faulty_cache.py)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 PLUGIN_FOLDER = "DSV4_SGLANG_TEST_PLUGIN"
@@ -58,11 +56,6 @@ def broken(folder: Path, kind: str) -> Iterator[None]:
         (folder / "fault").unlink(missing_ok=True)
 
 
-def _without_device(original: Callable[..., Any], *launch: Any) -> Iterator[tuple[str, str]]:
-    """Yield the rejected flags of a launch of DeepSeek-V4.1, except for its device."""
-    return (line for line in original(*launch) if not line[0].startswith("--device "))
-
-
 def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -82,7 +75,5 @@ def register() -> None:
     if (folder() / "cuda_layers").exists():
         cuda_layers.choose()
         hooks |= cuda_layers.HOOKS
-    if (folder() / "untested_device").exists():
-        hooks["dsv4_sglang.srt.plugin.flag_validation._rejected_for_v41"] = _without_device
     for target, function in hooks.items():
         HookRegistry.register(target, function, HookType.AROUND)

@@ -49,21 +49,6 @@ def switch_on(server_args: Any) -> None:
     note_given_graph_setting(server_args, PHASE, "backend")
 
 
-def switch_off(server_args: Any) -> None:
-    """Select eager prefill steps, unless a flag selects graphs, for a model whose recorded steps are untested. Called
-    while SGLang resolves its flags."""
-    if (PHASE, "backend") in given_graph_settings(server_args):
-        switch_on(server_args)
-        return
-    args = current_flags(server_args)
-    if args.device != "cuda" or args.cuda_graph_config is None:
-        return
-    graphs = copy.deepcopy(args.cuda_graph_config)
-    graphs.prefill.backend = "disabled"
-    set_flags(server_args, cuda_graph_config=graphs)
-    note_given_graph_setting(server_args, PHASE, "backend")
-
-
 def largest_graph() -> int | None:
     """Return the tokens of the largest recorded prefill step, None without prefill graphs."""
     from sglang.srt.runtime_context import get_exec

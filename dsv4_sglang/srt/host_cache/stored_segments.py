@@ -195,18 +195,23 @@ def make_room(folder: Path, needed: int) -> None:
     the least recently used.
 
     Raises:
-        RuntimeError: too little is free.
+        RuntimeError: too little is available. If it would be too little without the segments, they stay.
     """
     unowned = [segment for segment in stored_segments(folder) if segment.state != USED]
+    _require_room(folder, needed, free_bytes(folder) + sum(segment.bytes for segment in unowned))
     for segment in sorted(unowned, key=lambda segment: (not segment.is_stale, segment.used_at)):
         if segment.is_stale or free_bytes(folder) < needed:
             with suppress(OSError):  # another server has taken it over
                 segment.remove()
                 log.warning("host cache: removed %s, %d bytes, %s", segment.path, segment.bytes, segment.state)
-    if (free := free_bytes(folder)) < needed:
+    _require_room(folder, needed, free_bytes(folder))
+
+
+def _require_room(folder: Path, needed: int, available: int) -> None:
+    if available < needed:
         raise RuntimeError(
-            f"{needed} bytes requested in {folder}, {free} are free; give it a larger file system in memory, or use "
-            "fewer host blocks"
+            f"{needed} bytes requested in {folder}, {available} are available; give it a larger file system in "
+            "memory, or use fewer host blocks"
         )
 
 

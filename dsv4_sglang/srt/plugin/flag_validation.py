@@ -295,20 +295,17 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
     """Yield flags that do not exist for DeepSeek-V4.1 or have not been tested with it."""
     if hf_config.model_type not in V41_MODEL_TYPES:
         return
-    untested = "with DeepSeek-V4.1 it has not been tested"
-    if args.device != "cpu":
-        yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
-    for field, served in (
-        ("speculative_algorithm", None),
-        ("disaggregation_mode", "null"),
-    ):
-        if (value := getattr(args, field)) != served:
-            yield _named(field, value), f"{untested}; leave it out"
+    served: dict[str, object] = {"speculative_algorithm": None, "disaggregation_mode": "null"}
     if args.device == "cuda":
+        served |= {"tp_size": 1, "enable_hierarchical_cache": False, "enable_memory_saver": False}
         if (size := getattr(hf_config, "candidate_block_size", CANDIDATE_ENTRIES)) != CANDIDATE_ENTRIES:
             yield f"a checkpoint with candidate_block_size {size}", f"on a GPU it is {CANDIDATE_ENTRIES}"
         if (heads := getattr(hf_config, "index_n_heads", CANDIDATE_HEADS)) > CANDIDATE_HEADS:
             yield f"a checkpoint with index_n_heads {heads}", f"on a GPU there are at most {CANDIDATE_HEADS}"
+    for field, tested in served.items():
+        if (value := getattr(args, field)) != tested:
+            where = " on a GPU" if args.device == "cuda" else ""
+            yield _named(field, value), f"with DeepSeek-V4.1{where} it has not been tested; leave it out"
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
@@ -316,9 +313,9 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
         if (value := getattr(options, option)) != getattr(Options(), option):
             yield f"the option {option} {value}", "DeepSeek-V4.1 has one format for each kind of entry; leave it out"
     if getattr(hf_config, "engram_layer_ids", None):
-        yield "a checkpoint with Engram layers (engram_layer_ids)", f"without a GPU {untested}"
+        yield "a checkpoint with Engram layers (engram_layer_ids)", "it has been tested without these layers only"
     if getattr(hf_config, "vision_n_layers", 0):
-        yield "a checkpoint that takes images (vision_config)", untested
+        yield "a checkpoint that takes images (vision_config)", "it has been tested with text only"
 
 
 def _raise(found: Iterable[tuple[str, str]]) -> None:
@@ -391,9 +388,10 @@ def _reject_host_size(args: Any, memory: int, where: str) -> None:
     size, caches = args.hicache_size, max(1, _attention_ranks(args) // args.nnodes)
     if size * caches > memory:
         of_ranks = f" for each of {caches} ranks of DP attention" if caches > 1 else ""
+        most = memory // caches
+        advice = f"give at most {most}" if most else "free some, or leave out --enable-hierarchical-cache"
         raise LaunchError(
-            f"--hicache-size {size}: {size} GB{of_ranks}, but {where} {memory} GB of memory left; give at most "
-            f"{memory // caches}"
+            f"--hicache-size {size}: {size} GB{of_ranks}, but {where} {memory} GB of memory left; {advice}"
         )
 
 

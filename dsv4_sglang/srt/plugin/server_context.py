@@ -72,12 +72,10 @@ class ServerContext:
             model = model_config(hf_config)
         except (KeyError, TypeError, ValueError) as error:
             raise LaunchError(f"config.json of {server_args.model_path}: {error.args[0]}") from None
+        prefill_graphs.switch_on(server_args)
         if isinstance(model, V41Config):
-            prefill_graphs.switch_off(server_args)
             # On a GPU SGLang computes layers 20 to 39 for the last 128 tokens of a prompt only, which is not exact.
             set_flags(server_args, enable_decoder_swa_bounded_replay=False)
-        else:
-            prefill_graphs.switch_on(server_args)
         # A decoding request takes a rolling snapshot at the end of every block.
         set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
         if not server_args.disable_radix_cache:

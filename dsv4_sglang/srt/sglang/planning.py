@@ -37,6 +37,16 @@ def published(server_args: Any, tp: int = 1, dp: int = 1) -> Iterator[None]:
 
 
 @contextmanager
+def resolving_for_cuda() -> Iterator[None]:
+    """Context manager: let SGLang resolve the flags of DeepSeek-V4.1 as on an NVIDIA GPU. It looks at the machine, not
+    at --device."""
+    from sglang.srt.arg_groups import deepseek_v4_hook
+
+    with replaced(deepseek_v4_hook, get_platform=lambda: SimpleNamespace(is_cuda=True, is_hip=False)):
+        yield
+
+
+@contextmanager
 def fp8_output_projection(enabled: bool) -> Iterator[None]:
     """Context manager: choose whether SGLang's model builds the first output projection in FP8. SGLang reads the
     environment variable at import."""
