@@ -343,16 +343,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     for (int i = 0; i < count; ++i) {
       bulk_copy(s.query[stage][i], static_cast<const uint8_t*>(p.query) + int64_t(of.token + i) * kTokenBytes,
                 Numbers::kQueryBytes, &s.loaded[stage]);
+      // One thread per SM prefetches, because with few tokens all SMs read the same lines of L2.
+      const float* weights = p.weights + int64_t(of.token + i) * kIndexHeads;
+      prefetch(weights), prefetch(weights + kIndexHeads / 2);
     }
   };
   // Done by the last group, which has the fewest tiles.
   const bool copies = threadIdx.x == 128 * (groups - 1);
   if (copies) copy_queries(piece, 0);
 
-  const auto prefetch_weights = [&](int first) {
-    const int token = first + lane / 2;
-    if (lane < 2 * tokens && token < p.tokens) prefetch(p.weights + token * kIndexHeads + lane % 2 * (kIndexHeads / 2));
-  };
   PackedKeys packed;
   packed.load(p.keys + first_block * p.block_bytes, warp % 2, lane);
   for (int number = 0;; ++number) {
@@ -364,7 +363,6 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       copy_queries(piece.with(p, s, piece.end), following % kPieceStages);
     }
     const Sharers<tokens> sharers(s, piece.token, p.tokens);
-    if (more) prefetch_weights(piece.token + sharers.count);
     const auto score = [&](auto counted) {
       score_tiles<decltype(counted)::value, Numbers>(p, sharers, piece, at, min(piece.end, stop), s.query[stage][0],
                                                      s.loaded[stage], number / kPieceStages & 1, packed, next, warp,
