@@ -114,7 +114,9 @@ def test_system_ends_a_process_for_lack_of_memory(start: Start, segments: Path) 
                 with pytest.raises(BROKEN_OFF):
                     answer()
             # The launcher sees the end of the process, or the other one tells it first that its peer is gone.
-            assert re.search(r"Subprocess \w+ \(pid=\d+\) crashed with exit code -9\.|one child failed", server.log_text())
+            assert re.search(
+                r"Subprocess \w+ \(pid=\d+\) crashed with exit code -9\.|one child failed", server.log_text()
+            )
         group.lift()
         second = other.cold(OTHER)
         with start() as server:
