@@ -5,7 +5,6 @@ These classes sum the parts of attention and experts themselves, and keep V4.1's
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plu
 
 # Largest |d log p|, with all entries selected (test_server_v41.py).
 TOLERANCE = 0.02
+# The indexer selects every visible entry.
+V41_MODEL = {"index_topk": 1024}
 CUDA_LAYERS = True
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--tp-size", "2", *HOST_CACHE)
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "256")
@@ -25,17 +26,6 @@ SERVERS: dict[str, tuple[str, ...]] = {HALVES: (), RANKS: ("--dp-size", "2", "--
 OPTIONS = {"integrity_check": True, "max_snapshots": 24}
 # (tokens, tokens to generate, rank)
 ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1), (300, 8, 0)]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_v41: Callable[..., Path]) -> Path:
-    """Model whose indexer selects every visible entry."""
-    return tiny_v41(index_topk=1024)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> OracleV41:
-    return OracleV41(model)
 
 
 def test_cold_and_after_hits(server: Server, oracle: OracleV41, name: str) -> None:
