@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from dsv4_sglang.srt.launch.command import Command
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
 REQUEST_SECONDS = 300.0
 HEALTH_SECONDS = 5.0
 STOP_SECONDS = 20.0

@@ -32,7 +32,11 @@ from dsv4_sglang.cache.step import v4_limits
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.srt.models import triton_latent, triton_query
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here"),
+]
 
 # The shared memory per thread block on sm_80, sm_90 and sm_100, and on sm_86 and sm_89.
 LIMITS, V41_LIMITS = v4_limits(512), {2: 512, 1: 512}

@@ -288,8 +288,9 @@ def test_dry_run_of_a_host_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.server
-def test_dry_run_of_tokenizer_workers(tmp_path: Path) -> None:
+def test_dry_run_of_tokenizer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server rejects the requests, and the processes that handle them use CPU time."""
+    server_forkserver.fork_benchmarks(monkeypatch)
     assert tokenizer_workers.main(arguments(tmp_path)) == 0
     made = result(tmp_path, "tokenizer_workers")
     assert not made["failures"]

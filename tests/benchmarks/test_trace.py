@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import server_forkserver
 
-from benchmarks import agent_trace, prefix_simulation, servers, simulated_server, trace
+from benchmarks import agent_trace, prefix_simulation, simulated_server, trace
 from benchmarks.agent_trace import TraceConfig
 from benchmarks.client import TIERS, Answer
 from benchmarks.trace_file import HASH_BLOCK, Request, computed_hits, live_tokens, load, perfect_hits
@@ -247,7 +247,7 @@ def test_tokens_of_device_and_host(flags: str, host: int | None) -> None:
 @pytest.mark.server
 def test_a_trace_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both loops serve every agent request on a real server and hit at most the ideal."""
-    monkeypatch.setattr(servers, "start", lambda command, out: server_forkserver.start(command, Path(out.name)))
+    server_forkserver.fork_benchmarks(monkeypatch)
     config = replace(TINY, conversations=2, systems=(512,), turns=(3, 3), tokens=(700, 900))
     file, out = written(tmp_path / "agents.jsonl", config), tmp_path / "out.jsonl"
     given = [str(file), "--dry-run", "--closed", "2", "--open", "0.5", "--cap", "2", "--out", str(out)]

@@ -15,7 +15,7 @@ import torch
 from reference.oracle import Oracle
 from reference.oracle_v41 import OracleV41
 from support.segments import VARIABLE, new_folder
-from support.server import CPU, Server, make_way, on_rank, one_core_each, running
+from support.server import CPU, Server, on_rank, one_core_each, running
 from support.server_plugin import plugged
 
 from dsv4_sglang.testing.tiny import make_tiny
@@ -170,8 +170,6 @@ def server(
         patch.dict(os.environ, environment),
         running(model, log, *flags, **getattr(request.module, "OPTIONS", {})) as server,
     ):
-        if CPU:
-            make_way(server)
         # Prefix hits depend on the rank. Tests that assume a single cache leave the others idle.
         server.fields = on_rank(0) if "--dp-size" in flags else {}
         yield server

@@ -18,7 +18,7 @@ from dsv4_sglang.srt.memory.sizing import StateDemand, table
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
-GENERATED = 40
+GENERATED = 20
 MODEL = {"seed": 1}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--kv-cache-dtype", "bfloat16")
 FLAGS += ("--max-total-tokens", "16384", "--max-running-requests", "16", "--chunked-prefill-size", "4096")

@@ -92,10 +92,10 @@ def test_a_flush_needs_all_ranks(server: Server) -> None:
     ids = prompt(300, seed=11)
     server.flush()
     server.generate(ids, 1, **on_rank(1))
-    rest = server.begin(prompt(20), 300, 2, **on_rank(1))
+    rest = server.begin(prompt(20), 100, 2, **on_rank(1))
     with pytest.raises(RequestError) as error:
         server.post("/flush_cache")
-    assert error.value.code == 400 and len(rest().tokens) == 300
+    assert error.value.code == 400 and len(rest().tokens) == 100
     assert server.generate(ids, 1, **on_rank(1)).cached == 256
     server.post("/flush_cache")
     assert server.generate(ids, 1, **on_rank(1)).cached == 0

@@ -74,7 +74,7 @@ def router(name: str) -> Any:
     def predicts(ids: list[int], salt: str | None, cached: int) -> bool:
         begin = time.monotonic()
         while time.monotonic() - begin < STUCK_SECONDS:
-            while socket.poll(100):
+            while socket.poll(20):
                 *_, payload = socket.recv_multipart()
                 mirror.apply(decoder.decode(payload).events)
             if mirror.found(ids, salt) == cached:

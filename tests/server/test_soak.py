@@ -10,7 +10,6 @@ import soak
 from support import server_forkserver
 from support.server_plugin import broken
 
-from benchmarks import servers
 from benchmarks.environment import COMMIT_VARIABLE
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.slow]
@@ -22,8 +21,9 @@ def test_pieces_go_on_and_find_faults(
     """The second piece hits the pages of the first, and finds that the host loads wrong rows. The third finds that the
     pages are missing. Neither leaves a line."""
     monkeypatch.setenv(COMMIT_VARIABLE, "of the test")  # a piece does not expect the pages of another commit
-    monkeypatch.setattr(servers, "start", lambda command, out: server_forkserver.start(command, Path(out.name)))
+    server_forkserver.fork_benchmarks(monkeypatch)
     monkeypatch.setattr(soak, "ENDING_SECONDS", 0.1)  # no server ends after its fault
+    monkeypatch.setattr(soak, "QUIET_SECONDS", 0.5)
     folder, out = tmp_path / "soak", tmp_path / "soak.jsonl"
     arguments = ["--folder", str(folder), "--seconds", "1", "--out", str(out)]
     assert soak.main(arguments) == 0, capsys.readouterr().out

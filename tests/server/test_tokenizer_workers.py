@@ -13,6 +13,7 @@ import pytest
 from reference.oracle import Oracle
 from support.liveness import Progress
 from support.server import FP32, Server, assert_oracle_chooses, ends, prompt, schedulers
+from support.server_forkserver import NEW_WORKERS
 
 from dsv4_sglang.cli.server import RequestError
 
@@ -23,8 +24,8 @@ MODEL = {"seed": 0, "ratios": (0, 4), "heads": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS), "--disable-radix-cache")
 OPTIONS = FP32
-# Disable SGLang's 5 s pause for diagnostics before exit.
-ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+# Disable SGLang's 5 s pause for diagnostics before exit. The workers load the plugin by themselves.
+ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", NEW_WORKERS: "1"}
 # Requests of each kind. A connection may reach either worker.
 REQUESTS = 16
 INVALID: dict[str, tuple[dict[str, Any], str]] = {

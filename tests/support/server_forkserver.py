@@ -3,10 +3,15 @@
 A server consists of a launcher, schedulers and a detokenizer. Each would import SGLang and torch for 13 s of CPU time.
 
 A forked server otherwise starts as from its command. It has its own process group, environment, arguments and output
-file, and SGLang's `launch_server` is the main program. There are two differences:
+file, and SGLang's `launch_server` is the main program. There are four differences:
 
 - The environment that SGLang reads when it is imported is the same for all servers.
-- A scheduler inherits the plugin from its launcher. test_commands.py tests that a scheduler loads the plugin by itself.
+- A scheduler inherits the plugin from its launcher, and so do tokenizer workers unless NEW_WORKERS is set.
+  test_commands.py and test_tokenizer_workers.py test that they load the plugin by themselves.
+- SGLang's DP controller, which distributes requests to the ranks of DP attention, waits for them. By itself it polls
+  its socket without a pause, which occupies a core.
+- An idle scheduler sleeps for at most 50 ms instead of a second. While it sleeps it sees no copy that ends, and a rank
+  of DP attention keeps the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -20,20 +25,33 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+import uvicorn._subprocess
+
+from benchmarks import servers
+from dsv4_sglang.cli.server import stop
 from dsv4_sglang.srt.launch.command import Command, cpu_environment
 from support.liveness import wait
 
+if TYPE_CHECKING:
+    import pytest
+
 IMPORTS = "support.imports_of_servers"
+# Environment variable of a server whose tokenizer workers are new processes.
+NEW_WORKERS = "DSV4_SGLANG_TEST_NEW_WORKERS"
 SETTINGS = {
     # activate.py sets it before SGLang's model is imported, which is too late here.
     "SGLANG_OPT_FP8_WO_A_GEMM": "0",
     # Compilation takes more time than it saves here.
     "TORCHDYNAMO_DISABLE": "1",
+    # By default uvicorn replaces a tokenizer worker whose imports take ten seconds, so on a busy machine none starts.
+    "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "7200",
 }
 # The environment before the fixtures of any module change it.
 ENVIRONMENT = dict(os.environ)
@@ -68,7 +86,7 @@ class Forked:
 def start(command: Command, log: Path) -> Forked:
     """Run a command for a CPU, `python -m MODULE ...`, in a new process group."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([IMPORTS])
+    context.set_forkserver_preload([__name__, IMPORTS])
     environment = {**ENVIRONMENT, **cpu_environment(ENVIRONMENT), **SETTINGS}
     environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[1])
     with patch.dict(os.environ, environment, clear=True):
@@ -78,6 +96,12 @@ def start(command: Command, log: Path) -> Forked:
     process = context.Process(target=_run_module, args=(module, arguments, command.full_environment(), log))
     process.start()
     return Forked(process)
+
+
+def fork_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the servers of `benchmarks.servers`, and end them at once. SGLang looks for a SIGTERM every five seconds."""
+    monkeypatch.setattr(servers, "start", lambda command, out: start(command, Path(out.name)))
+    monkeypatch.setattr(servers, "stop", partial(stop, grace_seconds=0))
 
 
 def run(command: Command, log: Path) -> None:
@@ -111,7 +135,9 @@ def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str,
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv = [module, *arguments]
-    # SGLang requests spawned processes, which would import everything again.
+    # SGLang and uvicorn request spawned processes, which would import everything again.
+    if NEW_WORKERS not in environment:
+        uvicorn._subprocess.spawn = multiprocessing.get_context("fork")
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[method-assign]
     try:
