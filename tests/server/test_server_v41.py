@@ -27,6 +27,7 @@ from support.server import (
     Generated,
     Server,
     assert_right_though_retracted,
+    assert_sound,
     distances,
     empty_device,
     kv_hints,
@@ -38,7 +39,7 @@ from support.server import (
 from support.server_plugin import broken
 from typer.testing import CliRunner
 
-from dsv4_sglang.cli import app, client
+from dsv4_sglang.cli import app
 from dsv4_sglang.srt.host_cache.stored_segments import stored_segments
 
 pytestmark = [
@@ -131,11 +132,6 @@ def test_the_next_turn(server: Server, oracle: OracleV41) -> None:
     warm = server.generate(following, GENERATED)
     assert warm.cached == 256
     assert distances(oracle, following, warm).max() <= TOLERANCE
-
-
-def assert_sound(server: Server) -> None:
-    reports = client.Server.at(server.url).integrity()
-    assert reports and not any(report["findings"] for report in reports), reports
 
 
 @only(ONE)
@@ -292,7 +288,6 @@ def test_both_ranks(server: Server, oracle: OracleV41) -> None:
     prompts, ranks = [prompt(n, seed=40) for n in LENGTHS], [i % 2 for i in range(len(LENGTHS))]
     answers += zip(prompts, server.generate_all(prompts, [GENERATED] * len(prompts), ranks))
     assert_right(oracle, answers)
-    server.wait_idle()
     assert_sound(server)
 
 

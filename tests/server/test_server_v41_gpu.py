@@ -10,12 +10,11 @@ import pytest
 import torch
 from reference.oracle_v41 import OracleV41
 from support.rounds import take_turns
-from support.server import RETRACTABLE, Server, assert_as_cold, distances, prompt, running
+from support.server import RETRACTABLE, Server, assert_as_cold, assert_sound, distances, prompt, running
 from support.server_plugin import broken
 from support.v41_gpu import NEAR, NEAR_FP8, assert_near, fp8_checkpoint
 
 from dsv4_sglang.attention.sparse_decode import MIN_TOKENS
-from dsv4_sglang.cli.client import Server as Client
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
@@ -84,9 +83,7 @@ def test_more_requests_than_fit(model: Path, oracle: OracleV41, tmp_path: Path) 
     with running(model, tmp_path / "log", *FLAGS, *flags, **OPTIONS) as server:
         answers = server.generate_all(prompts, sampling_params=RETRACTABLE)
         assert server.retractions(), "no request was retracted, so the test checks nothing"
-        server.wait_idle()
-        reports = Client.at(server.url).integrity()
-    assert reports and not any(report["findings"] for report in reports), reports
+        assert_sound(server)
     for ids, got in zip(prompts[::3], answers[::3]):
         assert distances(oracle, ids, got).mean() <= NEAR
 
@@ -107,9 +104,7 @@ def test_a_thousand_conversations_in_turn(model: Path, tmp_path: Path) -> None:
         asked = {str(i): (ids, server.generate(ids, GENERATED)) for i, ids in enumerate(following)}
         assert all(got.cached == 5120 for _, got in asked.values())
         assert_as_cold(server, asked)
-        server.wait_idle()
-        reports = Client.at(server.url).integrity()
-        assert reports and not any(report["findings"] for report in reports), reports
+        assert_sound(server)
 
 
 def test_injected_fault_is_detected(server: Server, oracle: OracleV41, plugin: Path) -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from reference.oracle_v41 import OracleV41
-from support.server import Server, distances, on_rank, only, prompt, running
+from support.server import Server, assert_sound, distances, on_rank, only, prompt, running
 from support.server_plugin import broken
 from support.v41_gpu import NEAR, NEAR_FP8, assert_near, fp8_checkpoint
-
-from dsv4_sglang.cli.client import Server as Client
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
@@ -108,9 +106,7 @@ def test_hits_are_those_of_a_rank(server: Server, oracle: OracleV41) -> None:
 
 
 def test_the_cache_is_sound(server: Server) -> None:
-    server.wait_idle()
-    reports = Client.at(server.url).integrity()
-    assert reports and not any(report["findings"] for report in reports), reports
+    assert_sound(server)
 
 
 @only(HALVES)
