@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from reference.oracle import Oracle
+from reference.oracle_v41 import OracleV41
 from support.segments import VARIABLE, new_folder
 from support.server import CPU, Server, on_rank, one_core_each, running
 from support.server_plugin import plugged
@@ -48,7 +49,7 @@ def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a factory of new checkpoint folders with the given fields of `TinyV41Spec`."""
 
     def make(**fields: Any) -> Path:
-        return make_tiny_v41(tmp_path_factory.mktemp("tiny_v41"), TinyV41Spec(heads=8, **fields))
+        return make_tiny_v41(tmp_path_factory.mktemp("tiny_v41"), TinyV41Spec(**{"heads": 8, **fields}))
 
     return make
 
@@ -105,14 +106,21 @@ def flags(request: pytest.FixtureRequest, name: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, flags: tuple[str, ...], tiny: Callable[..., Path]) -> Path:
-    """Checkpoint folder with the fields MODEL of the module, and with the draft model that the server needs."""
+def model(
+    request: pytest.FixtureRequest, flags: tuple[str, ...], tiny: Callable[..., Path], tiny_v41: Callable[..., Path]
+) -> Path:
+    """Checkpoint folder with the fields MODEL of the module, and with the draft model that the server needs. A module
+    with V41_MODEL has a V4.1 checkpoint with these fields."""
+    if hasattr(request.module, "V41_MODEL"):
+        return tiny_v41(**request.module.V41_MODEL)
     fields = {"nextn": "EAGLE" in flags, "dspark": 5 if "DSPARK" in flags else None}
     return tiny(**{**fields, **request.module.MODEL})
 
 
 @pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
+def oracle(request: pytest.FixtureRequest, model: Path) -> Oracle | OracleV41:
+    if hasattr(request.module, "V41_MODEL"):
+        return OracleV41(model)
     return Oracle(model, device="cpu" if CPU else "cuda")
 
 

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.segments import new_folder
-from support.server import DRAFTS, Generated, Server, assert_as_cold, assert_one_copy, only, prompt, running
-
-from dsv4_sglang.srt.host_cache.folder import stored_files
-from dsv4_sglang.srt.host_cache.stored_segments import stored_segments
+from support.restarts import restarted
+from support.server import DRAFTS, Generated, Server, assert_as_cold, assert_one_copy, only, prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 
@@ -71,10 +68,6 @@ def test_processes_hold_one_copy(server: Server) -> None:
     assert_one_copy(server)
 
 
-def stored_pages(folder: Path) -> int:
-    return sum(found.pages for found in (*stored_files(folder), *stored_segments(folder)))
-
-
 @pytest.mark.parametrize(
     ("storage", "gpus"),
     [("file", 1), ("nixl", 1), ("shm", 1), ("file", 2), ("shm", 2)],
@@ -87,24 +80,9 @@ def test_a_server_that_starts_again_finds_its_files(
         pytest.importorskip("nixl", reason="NIXL is no dependency: pip install nixl")
     if torch.cuda.device_count() < gpus:
         pytest.skip("needs 2 GPUs")
-    flags = (*FLAGS, "--tp-size", str(gpus), "--hicache-storage-backend", storage)
-    flags += ("--hicache-storage-backend-extra-config", '{"l3_cleaner_enabled": false}')
     prompts = [prompt(1500, seed=70 + i) for i in range(4)]
-    files = tmp_path / "files"
-    files.mkdir()
-    with pytest.MonkeyPatch.context() as patch, new_folder() as segments:
-        folder = segments if storage == "shm" else files
-        for kind in ("FILE", "NIXL", "SHM"):
-            patch.setenv(f"SGLANG_HICACHE_{kind}_BACKEND_STORAGE_DIR", str(folder))
-        patch.setenv("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "POSIX")
-        with running(tiny(seed=1), tmp_path / "first", *flags, **OPTIONS) as server:
-            first = [server.generate(ids, 16) for ids in prompts]
-            server.wait_idle()
-            count = -1
-            while count != (count := stored_pages(folder)) or count < 4 * 12:
-                server.generate(prompt(5), 1)
-        with running(tiny(seed=1), tmp_path / "second", *flags, **OPTIONS) as server:
-            again = [server.generate(ids, 16) for ids in prompts]
-            assert [got.cached for got in first + again] == [0] * 4 + [1408] * 4
-            assert server.published()["hit_tokens_storage"] == 4 * 1408
-            assert_as_cold(server, {f"prompt {i}": (ids, got) for i, (ids, got) in enumerate(zip(prompts, again))})
+    flags = (*FLAGS, "--tp-size", str(gpus))
+    with restarted(tiny(seed=1), tmp_path, storage, flags, prompts, pages=4 * 12, **OPTIONS) as (server, again):
+        assert [got.cached for got in again] == [1408] * 4
+        assert server.published()["hit_tokens_storage"] == 4 * 1408
+        assert_as_cold(server, {f"prompt {i}": (ids, got) for i, (ids, got) in enumerate(zip(prompts, again))})

@@ -5,12 +5,11 @@ The tests need `pip install torch_memory_saver`, which SGLang requires and the C
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from support.memory_saver import release, resume, table_bytes
 from support.server import DRAFTS, Server, assert_as_cold, prompt
 
 pytest.importorskip("torch_memory_saver")
@@ -42,28 +41,7 @@ LENGTHS = (300, 700, 1500, 3000)
 
 @pytest.fixture
 def table(server: Server) -> int:
-    """Bytes of the pools according to the start-up table."""
-    found = re.search(r"([\d.]+) GiB in all", server.log_text())
-    assert found, "no start-up table"
-    return int(float(found[1]) * (1 << 30))
-
-
-def free_bytes() -> int:
-    return torch.cuda.mem_get_info(0)[0]
-
-
-def release(server: Server, *tags: str) -> int:
-    """Release the memory of these tags and return the number of bytes that become free."""
-    before = free_bytes()
-    server.post("/release_memory_occupation", {"tags": list(tags)})
-    return free_bytes() - before
-
-
-def resume(server: Server, *tags: str) -> int:
-    """Resume the memory of these tags and return the number of bytes that are allocated."""
-    before = free_bytes()
-    server.post("/resume_memory_occupation", {"tags": list(tags)})
-    return before - free_bytes()
+    return table_bytes(server)
 
 
 def test_released_bytes_equal_the_table(server: Server, name: str, table: int) -> None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 from reference.oracle_v41 import OracleV41
-from safetensors.torch import load_file, save_file
 from support.rounds import take_turns
-from support.server import Generated, Server, assert_as_cold, distances, prompt, running
+from support.server import RETRACTABLE, Server, assert_as_cold, assert_sound, distances, prompt, running
 from support.server_plugin import broken
+from support.v41_gpu import NEAR, NEAR_FP8, assert_near, fp8_checkpoint
 
 from dsv4_sglang.attention.sparse_decode import MIN_TOKENS
-from dsv4_sglang.cli.client import Server as Client
-from dsv4_sglang.testing import tiny, tiny_config
-from dsv4_sglang.testing.quantise import E4M3_MAX, power_of_two_at_least
-from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
+# The indexer selects every visible entry.
+V41_MODEL = {"index_topk": 2048}
 LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)
 GENERATED = 16
 RECORDED = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "2048")
@@ -32,31 +28,6 @@ RECORDED += ("--chunked-prefill-size", "256", "--decode-log-interval", "1")
 # Prefill steps of the module's server run eagerly.
 FLAGS = (*RECORDED, "--cuda-graph-backend-prefill", "disabled")
 OPTIONS = {"integrity_check": True, "max_snapshots": 64}
-# Maximum mean |d log p|, with all entries selected. bf16 compute gives 0.010 to 0.021 on a CPU.
-NEAR = 0.03
-# The same with FP8 weights. Rounding activations to FP8 moves the oracle by 0.033 on average.
-NEAR_FP8 = 0.07
-# Widths of the FP8 checkpoint, which fill blocks of 128, and the projections that are FP8 in the release.
-FP8_WIDTHS = {"Q_LORA": 256, "O_LORA": 256, "EXPERT_WIDTH": 256}
-FP8_PROJECTIONS = tuple(f".{name}.weight" for name in ("wq_a", "wq_b", "attn.wkv", "wo_a", "wo_b", "w1", "w2", "w3"))
-
-
-@pytest.fixture(scope="module")
-def model(tiny_v41: Callable[..., Path]) -> Path:
-    """Model whose indexer selects every visible entry."""
-    return tiny_v41(index_topk=2048)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> OracleV41:
-    return OracleV41(model)
-
-
-def assert_near(oracle: OracleV41, asked: list[tuple[list[int], Generated]], near: float = NEAR) -> None:
-    for ids, got in asked:
-        assert len(got.tokens) == GENERATED
-        apart = distances(oracle, ids, got)
-        assert apart.mean() <= near and apart.max() <= 5 * near, (len(ids), got.cached, apart.tolist())
 
 
 def test_cold_and_after_hits(server: Server, oracle: OracleV41) -> None:
@@ -105,6 +76,18 @@ def test_the_next_turn(server: Server, oracle: OracleV41) -> None:
     assert_near(oracle, [(following, warm)])
 
 
+def test_more_requests_than_fit(model: Path, oracle: OracleV41, tmp_path: Path) -> None:
+    """With 24 requests that grow to 400 tokens in a pool of 4,096, some are retracted, and all answers are right."""
+    flags = ("--max-total-tokens", "4096", "--max-running-requests", "24", "--schedule-conservativeness", "0.3")
+    prompts = [prompt(100 + 2 * i, seed=7) for i in range(24)]
+    with running(model, tmp_path / "log", *FLAGS, *flags, **OPTIONS) as server:
+        answers = server.generate_all(prompts, sampling_params=RETRACTABLE)
+        assert server.retractions(), "no request was retracted, so the test checks nothing"
+        assert_sound(server)
+    for ids, got in zip(prompts[::3], answers[::3]):
+        assert distances(oracle, ids, got).mean() <= NEAR
+
+
 def test_a_thousand_conversations_in_turn(model: Path, tmp_path: Path) -> None:
     """1,000 conversations of 5,000 tokens hit at least 99 % of an unbounded cache's tokens, and the next answers of 32
     are as near to cold ones as these are to each other.
@@ -121,9 +104,7 @@ def test_a_thousand_conversations_in_turn(model: Path, tmp_path: Path) -> None:
         asked = {str(i): (ids, server.generate(ids, GENERATED)) for i, ids in enumerate(following)}
         assert all(got.cached == 5120 for _, got in asked.values())
         assert_as_cold(server, asked)
-        server.wait_idle()
-        reports = Client.at(server.url).integrity()
-        assert reports and not any(report["findings"] for report in reports), reports
+        assert_sound(server)
 
 
 def test_injected_fault_is_detected(server: Server, oracle: OracleV41, plugin: Path) -> None:
@@ -134,26 +115,6 @@ def test_injected_fault_is_detected(server: Server, oracle: OracleV41, plugin: P
         wrong = [[server.generate(ids, count) for count in (1, GENERATED)][1] for ids in prompts]
     assert [got.cached for got in wrong] == [128] * len(prompts)
     assert torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, wrong)]).mean() > NEAR
-
-
-def fp8_checkpoint(folder: Path) -> OracleV41:
-    """Write a checkpoint whose projections are FP8 in blocks of 128, and return the oracle of the rounded weights."""
-    with patch.multiple(tiny, **FP8_WIDTHS), patch.multiple(tiny_config, **FP8_WIDTHS):
-        make_tiny_v41(folder, TinyV41Spec(heads=16, hidden=512, index_topk=2048))
-    oracle, tensors = OracleV41(folder), load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(FP8_PROJECTIONS)]:
-        blocks = tensors[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-        scale = power_of_two_at_least(blocks.abs().amax((1, 3), keepdim=True) / E4M3_MAX)
-        codes = (blocks / scale).to(torch.float8_e4m3fn)
-        tensors[name] = codes.flatten(2).flatten(0, 1)
-        tensors[name.removesuffix("weight") + "scale"] = scale[:, 0, :, 0].to(torch.float8_e8m0fnu)
-        oracle.weights[name] = (codes.float() * scale).flatten(2).flatten(0, 1)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    blocks_of_128 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    fp8 = {"quantization_config": {"activation_scheme": "dynamic", **blocks_of_128}}
-    (folder / "config.json").write_text(json.dumps(config | fp8 | {"text_config": config["text_config"] | fp8}))
-    return oracle
 
 
 def test_fp8_weights(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """SGLang's CUDA layer classes in a server on a CPU, for server_plugin.py.
 
 SGLang chooses the class of a decoder layer by device when its module is imported. The CUDA class divides the work with
-attention and experts in a different way: it sums the parts of all processes itself. Only the experts, which are GPU
-kernels, are replaced here.
+attention and experts in a different way: it sums the parts of all processes itself. Only GPU kernels are replaced
+here: the experts, and V4.1's hyper-connections.
 """
 
 from __future__ import annotations
@@ -33,4 +33,23 @@ def _experts(
     return torch_layers.part_of_experts(mlp, x, ids, getattr(mlp.config, "swiglu_limit", None)).to(x.dtype)
 
 
-HOOKS = {"sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward": _experts}
+def _mixes(original: Any, hc: Any, x: Any) -> Any:
+    """As SGLang's `_mix_stats_impl`: the weights of V4.1's hyper-connection `hc`."""
+    from dsv4_sglang.srt.cpu import torch_layers
+
+    return torch_layers.hyper_connection_mixes(
+        x, hc.fn, hc.scale, hc.base, iterations=hc.cfg.sinkhorn_iters, norm_eps=hc.cfg.rms_eps, eps=hc.cfg.eps
+    )
+
+
+def _post(original: Any, config: Any, x: Any, residual: Any, post: Any, comb: Any) -> Any:
+    from dsv4_sglang.srt.cpu import torch_layers
+
+    return torch_layers.hyper_connection_post(x, residual, post, comb)
+
+
+HOOKS = {
+    "sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward": _experts,
+    "sglang.srt.models.deepseek_v4_mhc._mix_stats_impl": _mixes,
+    "sglang.srt.models.deepseek_v4_mhc.post": _post,
+}

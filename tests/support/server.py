@@ -30,6 +30,7 @@ from reference.oracle import Oracle
 from reference.oracle_v41 import OracleV41
 
 from benchmarks import ports
+from dsv4_sglang.cli.client import Server as Client
 from dsv4_sglang.cli.client import samples
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command
@@ -552,6 +553,13 @@ def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
     compared = min(count, parted + 1)
     worst = (torch.tensor(got.logprobs[:compared]) - torch.tensor(reference.logprobs[:compared])).abs().max()
     assert worst <= tolerance, f"log p differs by {worst:.1e}"
+
+
+def assert_sound(server: Server) -> None:
+    """Assert that the integrity check of each rank finds nothing. The server has the option `integrity_check`."""
+    server.wait_idle()
+    reports = Client.at(server.url).integrity()
+    assert reports and not any(report["findings"] for report in reports), reports
 
 
 def against_cold(server: Server, ids: list[int], got: Generated) -> torch.Tensor:

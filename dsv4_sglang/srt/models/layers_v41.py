@@ -113,6 +113,10 @@ class V41DecoderLayer(DecoderLayer):
 
     attention = V41Attention
 
+    def bind_next(self, next_layer: nn.Module | None) -> None:
+        """Do nothing. SGLang's method makes the next layer a submodule of this one, and a weight update then does not
+        find the parameters of the next layer."""
+
     def forward_hc_pre_from_prev(
         self, positions: Tensor, state: Any, input_ids: Tensor, forward_batch: Any, input_ids_global: Tensor
     ) -> Any:
