@@ -73,10 +73,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if not isinstance(item, isolated.IsolatedTest):
         return None
-    isolated.run(item)
+    isolated.run(item, nextitem)
     return True
 
 

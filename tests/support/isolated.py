@@ -90,8 +90,9 @@ def module(path: Path, parent: pytest.Collector) -> IsolatedModule | None:
     return IsolatedModule.from_parent(parent, path=path)
 
 
-def run(test: IsolatedTest) -> None:
-    """Report the results of a test."""
+def run(test: IsolatedTest, following: pytest.Item | None) -> None:
+    """Report the results of a test. `following`: the next test of this process, which need not be in the same folder as
+    the test before this one."""
     finished = test.session.stash.setdefault(FINISHED, {})
     if test.group not in finished:
         selected = [item for item in test.session.items if isinstance(item, IsolatedTest)]
@@ -100,6 +101,7 @@ def run(test: IsolatedTest) -> None:
     for report in finished[test.group][test.nodeid]:
         test.ihook.pytest_runtest_logreport(report=report)
     test.ihook.pytest_runtest_logfinish(nodeid=test.nodeid, location=test.location)
+    test.session._setupstate.teardown_exact(following)
 
 
 def _run_group(tests: list[IsolatedTest]) -> Reports:
