@@ -275,7 +275,7 @@ def test_dry_run_of_a_host_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Two processes take the memory of one copy, and a restart finds all conversations in memory."""
     if os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize < 2 * host_cache.GB:
         pytest.skip("/dev/shm has less than 2 GB")
-    monkeypatch.setattr(servers, "start", lambda made, out: server_forkserver.start(made, Path(out.name)))
+    server_forkserver.fork_benchmarks(monkeypatch)
     out = tmp_path / "rows.jsonl"
     given = ["--dry-run", "--out", str(out), "--measure", "memory,restart", "--storages", "shm"]
     assert host_cache.main(given) == 0

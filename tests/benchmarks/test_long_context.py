@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import server_forkserver
 
-from benchmarks import long_context, servers
+from benchmarks import long_context
 from dsv4_sglang.planner.gpus import GPUS
 
 pytestmark = pytest.mark.full
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.full
 def test_rows_of_a_dry_run(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two conversations hit in turn, in a pool for both and in a pool for one with a host cache."""
     if tier == "device":  # forked servers ignore the variable that retracts requests
-        monkeypatch.setattr(servers, "start", lambda command, out: server_forkserver.start(command, Path(out.name)))
+        server_forkserver.fork_benchmarks(monkeypatch)
     out = tmp_path / "rows.jsonl"
     given = ["--dry-run", "--tier", tier, "--out", str(out), "--flags=--sleep-on-idle", "--start-timeout", "400"]
     assert long_context.main(given) == 0

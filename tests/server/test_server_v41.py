@@ -273,6 +273,7 @@ def test_shares_of_tenants(server: Server, oracle: OracleV41) -> None:
     assert_right(oracle, [(ids, got)])
 
 
+@only(ONE)
 def test_check(server: Server) -> None:
     """The command `check` finds a sound cache, and warm answers like cold ones."""
     ran = CliRunner().invoke(app, ["check", server.url, "--prompts", "2"])
