@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -193,6 +194,12 @@ def numbers(options: argparse.ArgumentParser, name: str, text: str, most: int | 
         bound = f"numbers of 1 to {most} requests" if most else "positive numbers"
         options.error(f"--{name} {text}: expected {bound}, separated by commas")
     return [int(word) for word in words]
+
+
+def load_of(text: str) -> tuple[int, int, int] | None:
+    """Return the three numbers of a load, which is written as 20000+200x8; None for any other text."""
+    found = re.fullmatch(r"(\d+)\+(\d+)x(\d+)", text)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
 def orders(args: argparse.Namespace) -> list[tuple[int, str]]:

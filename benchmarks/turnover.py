@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from array import array
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import servers
 from benchmarks.client import Client
+from benchmarks.command_line import load_of
 from benchmarks.report import spread
 
 # At least so many requests in all, and of each client.
@@ -28,8 +28,8 @@ class Turnover(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Turnover:
-        found = re.fullmatch(r"(\d+)\+(\d+)x(\d+)", text)
-        load = cls(*map(int, found.groups())) if found else None
+        numbers = load_of(text)
+        load = cls(*numbers) if numbers else None
         if load is None or load.prompt < 1 or load.answer < 2 or load.clients < 1:
             raise argparse.ArgumentTypeError(
                 f"turnover {text}: expected PROMPT+ANSWERxCLIENTS with at least 1+2x1 (a first and a later token), "

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import statistics
 import threading
 import time
@@ -70,8 +69,8 @@ class Load(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        found = re.fullmatch(r"(\d+)\+(\d+)x(\d+)", text)
-        load = cls(*map(int, found.groups())) if found else None
+        numbers = command_line.load_of(text)
+        load = cls(*numbers) if numbers else None
         if load is None or load.tokens < PAGE + REMAINDER or load.new < 1 or load.at_once < 1:
             raise argparse.ArgumentTypeError(
                 f"load {text}: expected TOKENS+NEWxCOUNT with at least {PAGE + REMAINDER}+1x1, as in 20000+200x8"
