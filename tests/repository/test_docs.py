@@ -174,7 +174,6 @@ FIGURES = [
     (RESULTS, "tokens in the cache", ROUNDS, {"measure": TOKENS}, "value", "{:,.0f}"),
     (RESULTS, "first start, all kernels to compile", ROUNDS, {"measure": "start s"}, "value", "{:.0f} s"),
     (README, "tokens in the cache with EAGLE, 3 drafts", ROUNDS, {"measure": TOKENS}, "value", "{:.1f} M"),
-    (README, "first start, kernels to compile, EAGLE", ROUNDS, {"measure": "start s"}, "value", "{:.0f} s"),
     *((RESULTS, f"speculative round, {n} requests", ROUNDS, {"at": n}, "step_ms", "{:.1f} ms") for n in (16, 64, 256)),
     *(
         (RESULTS, f"{new:,} x 1", "turns", {"load": f"20000+{new}x1"}, "first_token_ms", "{:.1f}/{:.1f} ms")
@@ -226,6 +225,13 @@ def test_figures_of_a_shared_host_cache() -> None:
         )
         in text
     )
+
+
+def test_agents_of_the_readme() -> None:
+    rows = {row["subject"]: row for row in rows_of("prefix_trace") if AGENTS.items() <= row.items()}
+    ours, theirs = (f"{100 * rows[name]['hit_of_ideal']:.1f} %" for name in ("ours", "sglang-best"))
+    memory = f"{rows['ours']['server']['gib']:.1f} GiB"
+    assert f" find {ours} of their prefixes in {memory}, SGLang {theirs}.\n" in README.read_text()
 
 
 def test_nothing_reaches_the_cache_without_a_server() -> None:
