@@ -140,11 +140,12 @@ class Bench:
 
     def environment(self) -> dict[str, str]:
         """Return additional variables of every server. With dummy weights no draft is right, so acceptance is
-        simulated. On a CPU SGLang needs the cores of each process."""
-        args, cores = self.args, sorted(os.sched_getaffinity(0))
-        first = (str(cores[rank * len(cores) // args.tp]) for rank in range(args.tp))
+        simulated."""
+        args, cores = self.args, {}
+        if args.dry_run and args.tp > 1:
+            cores = {"SGLANG_CPU_OMP_THREADS_BIND": servers.one_core_each(args.tp)}
         return {
-            **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(first)} if args.dry_run and args.tp > 1 else {}),
+            **cores,
             **({"SGLANG_DSV4_FP4_EXPERTS": "1"} if MODELS[args.model].fp4_experts else {}),
             **({"SGLANG_SIMULATE_ACC_LEN": str(args.accept_length)} if args.speculate else {}),
         }

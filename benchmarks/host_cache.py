@@ -46,7 +46,7 @@ GB = 10**9
 DRY = {"size": 1, "conversations": 3, "tokens": 800}
 DEFAULTS = {"size": 20, "conversations": 8, "tokens": 20_000}
 DRY_PROCESSES = 2
-# A storage is complete if it has not grown for this time.
+# Seconds without a new page after which a storage is taken to be complete.
 SETTLED_SECONDS = 3.0
 
 

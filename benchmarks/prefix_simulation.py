@@ -41,7 +41,7 @@ SHARE, INTERVAL = 0.1, 4096
 UNLIMITED = 1 << 17
 # Live tokens of a trace file over those that the blocks hold.
 LIVE = (0.5, 2, 8, 20)
-# Memory of blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under agent traces.
+# Memory of blocks and snapshots in the study `loads`.
 LOAD_GIGABYTES = 3.22
 # Hints of a trace, and the weight of retained turns.
 NO_HINTS, RIGHT, WRONG, RANDOM = KINDS = ("none", "right", "wrong", "random")

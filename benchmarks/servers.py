@@ -100,6 +100,15 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *given], environment
 
 
+def one_core_each(processes: int) -> str:
+    """Return SGLANG_CPU_OMP_THREADS_BIND for this number of processes.
+
+    On a CPU SGLang needs the cores of each process.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
+
+
 class Server(Endpoint):
     """One server process. Its output goes to the file `log`. `launch` assigns the port."""
 

@@ -195,7 +195,8 @@ def test_misses_are_counted_by_cause() -> None:
 
 
 def test_the_end_that_fills_no_block_is_a_miss_of_its_own() -> None:
-    """Of 1,535 ideal tokens the last 127 fill no block. A request that hits all but those misses nothing else."""
+    """There are 1,535 ideal tokens, and the last 127 do not fill a block. A request that hits all others has no other
+    misses."""
     spans = [
         trace.Done(at, 0.0, 1536, 1, hit, {"device": hit}, 1.0, 1.0, 0.0) for at, hit in ((0, 0), (2, 1408), (4, 0))
     ]

@@ -55,7 +55,7 @@ def test_selection_of_a_decode_step(top: int) -> None:
 
 
 def test_selection_among_equal_scores() -> None:
-    """Of 262,144 keys with 40 different values, those with the lowest index are selected."""
+    """There are 262,144 keys with 40 different values. Among equal scores the lowest indices are selected."""
     case = index_case(lens=[(END - 3, END)], heads=HEADS, top=TOP, repeat_keys=40)
     assert_selects(select(case), case, True)
 

@@ -15,9 +15,10 @@ import torch
 from reference.oracle import Oracle
 from reference.oracle_v41 import OracleV41
 from support.segments import VARIABLE, new_folder
-from support.server import CPU, Server, on_rank, one_core_each, running
+from support.server import CPU, Server, on_rank, running
 from support.server_plugin import plugged
 
+from benchmarks.servers import one_core_each
 from dsv4_sglang.testing.tiny import make_tiny
 from dsv4_sglang.testing.tiny_config import TinySpec
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41

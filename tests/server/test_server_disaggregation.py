@@ -25,13 +25,13 @@ from support.server import (
     assert_oracle_chooses,
     distances,
     greedy,
-    one_core_each,
     prompt,
     running,
 )
 from support.server_plugin import broken
 
 from benchmarks import ports
+from benchmarks.servers import one_core_each
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = [pytest.mark.server, pytest.mark.full]

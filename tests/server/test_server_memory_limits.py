@@ -20,7 +20,7 @@ from support import server as server_module
 from support.liveness import Process, wait
 from support.memory_limits import ControlGroup, control_group, file_system, resized
 from support.segments import VARIABLE
-from support.server import BROKEN_OFF, assert_same, ends, launched, one_core_each, prompt, schedulers
+from support.server import BROKEN_OFF, assert_same, ends, launched, prompt, schedulers
 from support.shm_servers import (
     FLAGS,
     FOUND,
@@ -34,6 +34,8 @@ from support.shm_servers import (
     tool,
     wait_for_pages,
 )
+
+from benchmarks.servers import one_core_each
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 

@@ -22,12 +22,13 @@ from support.server import (
     empty_device,
     ends,
     mappings_of,
-    one_core_each,
     only,
     prompt,
     running,
 )
 from support.server_plugin import broken
+
+from benchmarks.servers import one_core_each
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 

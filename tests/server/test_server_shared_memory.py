@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-from support.server import BROKEN_OFF, assert_same, empty_device, ends, on_rank, one_core_each, prompt, schedulers
+from support.server import BROKEN_OFF, assert_same, empty_device, ends, on_rank, prompt, schedulers
 from support.server_plugin import broken
 from support.shm_servers import (
     FLAGS,
@@ -27,6 +27,7 @@ from support.shm_servers import (
     wait_until_unused,
 )
 
+from benchmarks.servers import one_core_each
 from dsv4_sglang.srt.host_cache.folder import USED
 from dsv4_sglang.srt.host_cache.stored_segments import stored_segments
 

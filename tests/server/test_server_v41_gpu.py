@@ -11,8 +11,7 @@ import torch
 from reference.oracle_v41 import OracleV41
 from support.rounds import take_turns
 from support.server import RETRACTABLE, Server, assert_as_cold, assert_sound, distances, prompt, running
-from support.server_plugin import broken
-from support.v41_gpu import NEAR, NEAR_FP8, assert_near, fp8_checkpoint
+from support.v41_gpu import NEAR, NEAR_FP8, assert_lost_windows_are_detected, assert_near, fp8_checkpoint
 
 from dsv4_sglang.attention.sparse_decode import MIN_TOKENS
 
@@ -108,13 +107,7 @@ def test_a_thousand_conversations_in_turn(model: Path, tmp_path: Path) -> None:
 
 
 def test_injected_fault_is_detected(server: Server, oracle: OracleV41, plugin: Path) -> None:
-    """Lost windows move short answers the most, since these attend to few other entries."""
-    server.flush()
-    prompts = [prompt(130, seed=seed) for seed in (9, 10, 11)]
-    with broken(plugin, "snapshots with empty rings"):
-        wrong = [[server.generate(ids, count) for count in (1, GENERATED)][1] for ids in prompts]
-    assert [got.cached for got in wrong] == [128] * len(prompts)
-    assert torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, wrong)]).mean() > NEAR
+    assert_lost_windows_are_detected(server, oracle, plugin, GENERATED)
 
 
 def test_fp8_weights(tmp_path: Path) -> None:

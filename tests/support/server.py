@@ -358,15 +358,6 @@ def assert_one_copy(server: Server) -> None:
     assert abs(taken - 4 * pages) <= 4, f"{taken} KiB for {4 * pages} KiB of rows"
 
 
-def one_core_each(processes: int) -> str:
-    """Return SGLANG_CPU_OMP_THREADS_BIND for this number of processes.
-
-    On a CPU SGLang needs the cores of each process.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
-
-
 def only(*names: str) -> pytest.MarkDecorator:
     """Run a test of a module with SERVERS on these servers only."""
     return pytest.mark.parametrize("name", names, indirect=True, scope="module")

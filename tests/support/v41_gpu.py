@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from dsv4_sglang.testing import tiny, tiny_config
 from dsv4_sglang.testing.quantise import E4M3_MAX, power_of_two_at_least
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
-from support.server import Generated, distances
+from support.server import Generated, Server, distances, prompt
+from support.server_plugin import broken
 
 # Maximum mean |d log p| of bf16 compute, with all entries selected: 0.010 to 0.021 on a CPU.
 NEAR = 0.03
@@ -30,6 +31,19 @@ def assert_near(oracle: OracleV41, asked: Iterable[tuple[Sequence[int], Generate
     for ids, got in asked:
         apart = distances(oracle, ids, got)
         assert apart.mean() <= near and apart.max() <= 5 * near, (len(ids), got.cached, apart.tolist())
+
+
+def assert_lost_windows_are_detected(server: Server, oracle: OracleV41, plugin: Path, count: int) -> None:
+    """Assert that answers of `count` tokens after hits without their windows are far from the oracle.
+
+    Lost windows move short answers the most, since these attend to few other entries.
+    """
+    server.flush()
+    prompts = [prompt(130, seed=seed) for seed in (9, 10, 11)]
+    with broken(plugin, "snapshots with empty rings"):
+        wrong = [[server.generate(ids, tokens) for tokens in (1, count)][1] for ids in prompts]
+    assert [got.cached for got in wrong] == [128] * len(prompts)
+    assert torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, wrong)]).mean() > NEAR
 
 
 def fp8_checkpoint(folder: Path) -> OracleV41:
