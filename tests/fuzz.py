@@ -61,7 +61,7 @@ CONFIGURATIONS = {
     "ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2),
     "v4.1": Configuration(v41=True),
     "v4.1 and host": Configuration(HOST, v41=True),
-    "v4.1, ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2, v41=True),
+    "v4.1 ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2, v41=True),
 }
 # The pools are so small that requests are retracted and cached state is evicted all the time. With prompts up to 512
 # tokens the indexer selects all entries (docs/design/prefix_policy.md says why that matters), and short requests begin
