@@ -264,7 +264,7 @@ def prefill(server: Server, prompts: Sequence[list[int]]) -> Summary:
     """Profile everything that runs for prompts that are sent at once, and for their first tokens."""
     with tempfile.TemporaryDirectory(prefix="profile_") as folder:
         _start(server, folder)
-        server.generate(prompts, 1, **on_first_rank(server, len(prompts)))
+        _sent(server, prompts, 1).result()
         server.request("/stop_profile", {})
         return _read(folder, whole=True)
 
