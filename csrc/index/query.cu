@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
 #pragma unroll
     for (int i = 0; i < 4; ++i) word |= e4m3(round_e2m1(scaled.units[i]) * factor) << 8 * i;
     uint32_t* image = static_cast<uint32_t*>(p.out) + int64_t(token) * (kIndexHeads * kIndexDim / 2);
-    image[word_in_image(head, lane / 8, lane % 8 / 2, lane % 2)] = word;
+    image[word_in_image(kIndexHeads, head, lane / 8, lane % 8 / 2, lane % 2)] = word;
     if (lane == 0) p.out_weights[item] = p.weights[token * p.weights_stride + head] * exp2_of_biased(most - kByteShift);
     return;
   }
@@ -91,10 +91,11 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     const float other = __shfl_xor_sync(kAllLanes, upper ? low : high, 1);
     pairs[i] = bits_of_half2(upper ? __floats2half2_rn(other, high) : __floats2half2_rn(low, other));
   }
-  if (with_hadamard && p.form == QueryForm::kHalfImage) {
-    uint32_t* image = static_cast<uint32_t*>(p.out) + int64_t(token) * (kIndexHeads * kIndexDim / 2);
+  if (p.form == QueryForm::kHalfImage) {
+    constexpr int heads = with_hadamard ? kIndexHeads : kCandidateHeads;
+    uint32_t* image = static_cast<uint32_t*>(p.out) + int64_t(token) * (heads * kIndexDim / 2);
 #pragma unroll
-    for (int upper = 0; upper < 2; ++upper) image[word_in_image(head, lane / 8, lane % 8, upper)] = pairs[upper];
+    for (int upper = 0; upper < 2; ++upper) image[word_in_image(heads, head, lane / 8, lane % 8, upper)] = pairs[upper];
   } else {
     reinterpret_cast<uint2*>(p.out)[int64_t(item) * 32 + lane] = make_uint2(pairs[0], pairs[1]);
   }

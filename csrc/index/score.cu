@@ -126,6 +126,7 @@ struct Query {
   float weight[2 * tiles];
 
   __device__ __forceinline__ void load(const ScoreParams& p, int token, int lane) {
+    if (tiles == kCandidateHeads / 16 && p.form == QueryForm::kHalfImage) return load_image(p, token, lane);
 #pragma unroll
     for (int row = 0; row < 2 * tiles; ++row) {
       const int head = 8 * row + lane / 4;
@@ -140,6 +141,23 @@ struct Query {
       }
       // Half the weight, because `twice_positive` doubles.
       weight[row] = is_head ? p.weights[token * p.heads + head] * (kKeyGain / 2) : 0;
+    }
+  }
+
+  /// The same for an image, which has all heads.
+  __device__ __forceinline__ void load_image(const ScoreParams& p, int token, int lane) {
+    constexpr int heads = 16 * tiles;
+    const uint32_t* image = static_cast<const uint32_t*>(p.query) + int64_t(token) * (heads * kIndexDim / 2);
+#pragma unroll
+    for (int row = 0; row < 2 * tiles; ++row) {
+      const int head = 8 * row + lane / 4;
+#pragma unroll
+      for (int step = 0; step < 8; ++step) {
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper)
+          a[row / 2][step][2 * upper + row % 2] = image[word_in_image(heads, head, lane % 4, step, upper)];
+      }
+      weight[row] = p.weights[token * heads + head] * (kKeyGain / 2);
     }
   }
 };
@@ -176,34 +194,18 @@ __device__ __forceinline__ void score_eight(const Query<tiles>& query, uint4 cod
   }
 }
 
-/// Sums x[i] over the eight lanes with equal lane % 4. The lane with lane / 4 = i gets sum i.
+/// Sums x[i] over the eight lanes with equal lane % 4, in the order of score_hopper.cu. The lane with lane / 4 = i gets
+/// sum i.
 __device__ __forceinline__ float sum_over_heads(const float (&x)[8], int lane) {
+  const auto add = [&](float even, float odd, int step) {
+    return (lane & step ? odd : even) + __shfl_xor_sync(kAllLanes, lane & step ? even : odd, step);
+  };
   float four[4], two[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    four[i] = (lane & 16 ? x[4 + i] : x[i]) + __shfl_xor_sync(kAllLanes, lane & 16 ? x[i] : x[4 + i], 16);
-  }
+  for (int i = 0; i < 4; ++i) four[i] = add(x[2 * i], x[2 * i + 1], 4);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    two[i] = (lane & 8 ? four[2 + i] : four[i]) + __shfl_xor_sync(kAllLanes, lane & 8 ? four[i] : four[2 + i], 8);
-  }
-  return (lane & 4 ? two[1] : two[0]) + __shfl_xor_sync(kAllLanes, lane & 4 ? two[0] : two[1], 4);
-}
-
-/// Writes the score of an entry below `entries`. The eight lanes with equal lane / 8 have a candidate block.
-__device__ __forceinline__ void write_score(const ScoreParams&, float* scores, int entry, int entries, float score,
-                                            int) {
-  if (entry < entries) scores[entry] = score;
-}
-__device__ __forceinline__ void write_score(const CandidateScoreParams& p, float* scores, int entry, int entries,
-                                            float score, int lane) {
-  const float infinity = __int_as_float(0x7f800000);
-  float best = entry < entries ? score : -infinity;
-#pragma unroll
-  for (int step = 1; step < kCandidateEntries; step *= 2) best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, step));
-  if (lane % kCandidateEntries || entry >= entries) return;
-  const int block = entry / kCandidateEntries;
-  scores[block] = p.newest && block == (entries - 1) / kCandidateEntries ? infinity : best;
+  for (int i = 0; i < 2; ++i) two[i] = add(four[2 * i], four[2 * i + 1], 8);
+  return add(two[0], two[1], 16);
 }
 
 /// One warp: scores units first .. last - 1 of a token, which has `entries` to score.
@@ -229,7 +231,7 @@ __device__ __forceinline__ void score_blocks(const Params& p, int token, int ent
     const float score = sum_over_heads(sums, lane);
     // This lane's sum, number lane / 4, belongs to `first` or `second` of tile lane / 8.
     const int entry = kKeysPerBlock * block + 8 * (lane / 8) + 2 * (lane % 4) + lane / 4 % 2;
-    write_score(p, scores, entry, entries, score, lane);
+    write_score<1>(p, scores, entry, entries, score);
   }
 }
 

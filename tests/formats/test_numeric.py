@@ -32,7 +32,7 @@ EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
 EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
 EACH(host_e2m1_value, e2m1_value(uint32_t(x[i])))
 EACH(host_channel_at, channel_at(int(x[i])))
-EACH(host_word_in_image, word_in_image(int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
+EACH(host_word_in_image, word_in_image(64, int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
 EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
 EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
 extern "C" int host_csa_compressor_states() { return sizeof(kCsaCompressorStates) / sizeof(kCsaCompressorStates[0]); }
