@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.attention_cases import IndexCase, assert_selects, index_case
 from support.kernel_cases import ops, recorded
+from support.prepared_queries import of_halves, of_image, uses_images
 
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops import cuda_index
@@ -19,27 +20,17 @@ def decode(*visible: int) -> list[tuple[int, int]]:
     return [(4 * n + 1, 4 * n + 2) for n in visible]
 
 
-def of_image(image: torch.Tensor) -> torch.Tensor:
-    """Reorder an image (layout.h) [T, part, head, piece ^ head % 8, c, word] to [T, head, (c, part, piece, word)]."""
-    head, piece = torch.arange(64)[:, None], torch.arange(8)
-    return image[:, :, head, piece ^ head % 8].permute(0, 2, 4, 1, 3, 5).flatten(2)
-
-
 def prepared_query(q: torch.Tensor, case: IndexCase, key_format: KeyFormat) -> torch.Tensor:
     """Return the queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
     ones = torch.ones(q.shape[:2], device="cuda")
     prepared, gains = cuda_index.prepare_query(q.cuda(), ones, case.positions.cuda(), case.rope.cuda(), key_format)
     prepared, gains = prepared.cpu(), gains.cpu()
-    images = key_format.is_fp4 and q.shape[1] == 64 and torch.cuda.get_device_capability()[0] == 9
+    images = key_format.is_fp4 and q.shape[1] == 64 and uses_images()
     if images and key_format is KeyFormat.MXFP4:
         numbers = prepared.flatten(1).view(torch.float8_e4m3fn)[:, : 64 * 128].float()
         return of_image(numbers.view(-1, 1, 64, 8, 4, 4)) * gains.unsqueeze(-1)
     assert (gains == 1).all()
-    if images:
-        prepared = of_image(prepared.view(-1, 2, 64, 8, 4, 2))
-    if key_format.is_fp4:
-        prepared = prepared.unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
-    return prepared.float()
+    return (of_halves(prepared, images) if key_format.is_fp4 else prepared).float()
 
 
 def check(case: IndexCase, exact: bool, **options) -> None:
