@@ -1,6 +1,6 @@
 // index_score: for each token that sees more entries than it selects, score of each visible entry = sum over heads of
-// weight x ReLU(query . key), fp32 (SPEC 4.1). For any GPU. score_hopper.cu does the same faster for FP4 keys and 64
-// heads on sm_90a.
+// weight x ReLU(query . key), fp32 (SPEC 4.1). For any GPU. score_hopper.cu does the same faster on sm_90a, for FP4
+// keys and 64 heads, and for candidate blocks and 32 heads in a prefill. Both sum over heads in the same order.
 //
 // Each warp works independently. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers per
 // lane as the A operands of m16n8k16. It iterates over blocks of 32 keys, decodes them from their 2304 bytes directly

@@ -1,5 +1,5 @@
 // index_score for FP4 keys and 64 heads on sm_90a, whose warpgroup products take one operand from registers (see
-// score.cu for the op).
+// score.cu for the op). A prefill also takes candidate blocks, with 32 heads in fp16.
 //
 // A warpgroup decodes 64 keys (4608 bytes) from packed words directly into the registers of operand A. Operand B is the
 // query of a token, 64 heads x 128 channels in shared memory, loaded by a bulk copy in the layout that index_query has
@@ -17,6 +17,10 @@
 //
 // Prefill: every SM processes items of 576 keys (fp16: 384) and 32 tokens. Each of three warpgroups keeps three (two)
 // tiles of keys in registers, while the queries pass through a ring buffer that a fourth warpgroup fills.
+//
+// In a selection of two levels, a product has the heads of two consecutive tokens of a request. Each lane has 16 sums
+// of each token, and the eight lanes with the keys of a candidate block find its best score. A token without a partner
+// takes both places.
 //
 // Bytes: 72 per key, 4 per score. A token's query, 8 KiB (16 in fp16), is read from L2 once per run in decode and once
 // per item in prefill.
