@@ -40,10 +40,10 @@ struct PackedKeys {
     }
   }
 
-  /// Loads keys 8 j .. 8 j + 7 from candidate block `inside` of a block of the cache with `keys` keys.
-  __device__ __forceinline__ void load_candidate(int j, const uint8_t* block, int keys, int inside, int lane) {
-    codes[j] = *reinterpret_cast<const uint4*>(block + 512 * inside + 16 * lane);
-    scales[j] = *reinterpret_cast<const uint16_t*>(block + keys * kKeyBytes + 64 * inside + 2 * lane);
+  /// Loads keys 8 j .. 8 j + 7 from the codes of a candidate block, 512 bytes, and its scales, 64 bytes.
+  __device__ __forceinline__ void load_candidate(int j, const uint8_t* codes_at, const uint8_t* scales_at, int lane) {
+    codes[j] = *reinterpret_cast<const uint4*>(codes_at + 16 * lane);
+    scales[j] = *reinterpret_cast<const uint16_t*>(scales_at + 2 * lane);
   }
 };
 
@@ -75,10 +75,13 @@ struct KeySource<CandidateScoreParams> {
   __device__ __forceinline__ Place at(int unit, int) const { return table[unit >> units_shift]; }
   __device__ __forceinline__ void load(PackedKeys& keys, const CandidateScoreParams& p, Place block, int unit,
                                        int lane) const {
-    const uint8_t* from = p.keys + block * p.block_bytes;
+    const uint8_t* codes = p.keys + block * p.block_bytes;
+    const uint8_t* scales = codes + (kKeysPerBlock << units_shift) * kKeyBytes;
     const int inside = 4 * (unit & ((1 << units_shift) - 1));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) keys.load_candidate(j, from, kKeysPerBlock << units_shift, inside + j, lane);
+    for (int j = 0; j < 4; ++j) {
+      keys.load_candidate(j, codes + 512 * (inside + j), scales + 64 * (inside + j), lane);
+    }
   }
 };
 
@@ -102,10 +105,13 @@ struct KeySource<ListedScoreParams> {
   }
   __device__ __forceinline__ void load(PackedKeys& keys, const ListedScoreParams& p, const Place& place, int,
                                        int lane) const {
+    // The address of candidate block lane % 4, and the distance from its codes to its scales.
+    const auto own = reinterpret_cast<uint64_t>(p.keys + place.block * p.block_bytes + 512 * place.inside);
+    const int own_distance = (kCandidateEntries << shift) * kKeyBytes + (64 - 512) * place.inside;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int block = __shfl_sync(kAllLanes, place.block, j), inside = __shfl_sync(kAllLanes, place.inside, j);
-      keys.load_candidate(j, p.keys + block * p.block_bytes, kCandidateEntries << shift, inside, lane);
+      const auto codes = reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, own, j));
+      keys.load_candidate(j, codes, codes + __shfl_sync(kAllLanes, own_distance, j), lane);
     }
   }
 };
