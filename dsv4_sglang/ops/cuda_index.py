@@ -18,8 +18,8 @@ _OPS = getattr(torch.ops, NAMESPACE)
 # `index_topk` at ratios 1 and 2 scores blocks of this size first.
 CANDIDATE_ENTRIES = 8
 CANDIDATE_HEADS = 32
-# From this number of tokens on, the entries of few blocks are scored even if a layer chooses more candidates: scores of
-# the others cost more than one launch. Tokens that see 2,048 candidates save the keys of 1,535 of them.
+# From this number of tokens on, a layer that chooses candidates scores the entries of fewer blocks, the best ones:
+# the scores of the other candidates would cost more than the launch that selects the best blocks.
 MANY_TOKENS = 32
 
 
