@@ -81,7 +81,7 @@ CASES = (
     *(Load(n, thousands * K, 4) for n, thousands in VERIFY),
     *(Load(1, thousands * K, 8 * K) for thousands in (64, 256, 512, K)),
 )
-QUICK = (Load(1, 128 * K), Load(16, 128 * K), Load(64, 16 * K), Load(1, 64 * K, 8 * K))
+QUICK = (Load(1, 128 * K), Load(16, 128 * K), Load(64, 16 * K), Load(1, 128 * K, 4), Load(1, 64 * K, 8 * K))
 DRY = (Load(2, 4 * K), Load(1, 4 * K, 64))
 
 
@@ -160,7 +160,10 @@ def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
 
 
 def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
-    """Return the three stages of our CUDA op, each by the function that implements it. Arguments as for `ours`."""
+    """Return the three stages of our CUDA op, each by the function that implements it, and two in a row, which overlap.
+
+    Arguments as for `ours`.
+    """
     from dsv4_sglang.ops.cuda_index import prepare_query
 
     op, key_format = torch.ops.dsv4_sglang, KeyFormat.MXFP4
@@ -171,8 +174,8 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
 
     made = [query(layer) for layer in range(layers)]
 
-    def score(layer: int) -> None:
-        q, weights = made[layer]
+    def score(layer: int, prepared: tuple[torch.Tensor, torch.Tensor]) -> None:
+        q, weights = prepared
         for part in t.slices:
             where = t.block_table, t.owner[part], t.positions[part]
             op.index_score(q[part], weights[part], t.key_tables[layer], *where, key_format.code, top_k, t.scores)
@@ -183,8 +186,10 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
 
     return {
         "query": lambda: [query(layer) for layer in range(layers)],
-        "score": lambda: [score(layer) for layer in range(layers)],
+        "score": lambda: [score(layer, made[layer]) for layer in range(layers)],
         "select": lambda: [select() for _ in range(layers)],
+        "query + score": lambda: [score(layer, query(layer)) for layer in range(layers)],
+        "score + select": lambda: [(score(layer, made[layer]), select()) for layer in range(layers)],
     }
 
 
@@ -318,6 +323,7 @@ def main(argv: list[str] | None = None) -> int:
                 work = partial(measure, subject, build, load, top_k, device, facts, samples)
                 result.part(f"{load}/top{top_k}/{label}", work)
     stages = [f"{subject} {stage}" for subject in ("ours", "in-tree") for stage in ("query", "score", "select")]
+    stages += ["ours query + score", "ours score + select"]
     columns = ["case", "ours", "in-tree", "ours / in-tree", *stages, "floor us"]
     lines = compare(result.rows)
     result.table("index, us per layer", [c for c in columns if any(c in line for line in lines)], lines)

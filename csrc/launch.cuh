@@ -23,6 +23,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+/// Lets blocks of `kernel` and of the next or previous kernel share an SM, even if one needs much more shared memory:
+/// an SM divides its memory into L1 and shared memory anew only when it runs no block.
+template <typename Params>
+cudaError_t prefer_shared_memory(void (*kernel)(Params)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
 struct LaunchShape {
   dim3 grid;
   unsigned threads;

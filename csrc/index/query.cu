@@ -106,6 +106,9 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
 cudaError_t launch_query(const QueryParams& p, bool hadamard, bool sm_90, cudaStream_t stream) {
   const unsigned blocks = unsigned((int64_t(p.tokens) * p.heads + kWarps - 1) / kWarps);
   const auto kernel = hadamard ? query_kernel<true> : query_kernel<false>;
+  // The next kernel's blocks need shared memory, and their beginning overlaps with this one.
+  const cudaError_t error = prefer_shared_memory(kernel);
+  if (error != cudaSuccess) return error;
   return launch(kernel, {dim3(blocks), 32 * kWarps, 0, 1, sm_90}, stream, p);
 }
 

@@ -251,7 +251,8 @@ __global__ void __launch_bounds__(kThreads, kResident<Params>) decode_kernel(con
   const int total = ends[kMaxListedTokens - 1], parts = gridDim.x * kWarps, part = blockIdx.x * kWarps + warp;
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);
-  int token = token_of_unit(ends, at);
+  if (at == stop) return;
+  int token = token_of_unit(p, ends, at);
   while (at < stop) {
     while (ends[token] <= at) ++token;
     const int begin = token ? ends[token - 1] : 0, until = min(ends[token], stop);

@@ -89,12 +89,14 @@ __device__ __forceinline__ void count_units(const Params& p, int (&ends)[kMaxLis
   __syncthreads();
 }
 
-/// Returns the first token whose units end after `at`.
-__device__ __forceinline__ int token_of_unit(const int (&ends)[kMaxListedTokens], int at) {
-  int token = 0;
-#pragma unroll
-  for (int step = kMaxListedTokens / 2; step; step /= 2) token += ends[token + step - 1] <= at ? step : 0;
-  return token;
+/// Returns the first token whose units end after `at`, which is below the number of all units. Called by all lanes of a
+/// warp with the same `at`.
+__device__ __forceinline__ int token_of_unit(const ScoreParams& p, const int (&ends)[kMaxListedTokens], int at) {
+  static_assert(kMaxListedTokens == 32 * 32);
+  const int lane = threadIdx.x % 32;
+  // Groups of 32 tokens, then the tokens of one. After the last token `ends` stays the same.
+  const int group = __popc(__ballot_sync(kAllLanes, 32 * lane < p.tokens && ends[32 * lane + 31] <= at));
+  return 32 * group + __popc(__ballot_sync(kAllLanes, ends[32 * group + lane] <= at));
 }
 
 }  // namespace dsv4

@@ -13,7 +13,7 @@
 // Decode: the tiles of all tokens form one list, divided into equal runs for the SMs. The four warpgroups of an SM take
 // the tiles of a run in turn, while the next tile and the next token's query are loaded. If a request has several
 // tokens in the step (drafts), up to four share a tile: it is decoded once, and the products of the next token overlap
-// with the sums of the last one. There are three warpgroups then.
+// with the sums of the last one.
 //
 // Prefill: every SM processes items of 576 keys (fp16: 384) and 32 tokens. Each of three warpgroups keeps three (two)
 // tiles of keys in registers, while the queries pass through a ring buffer that a fourth warpgroup fills.
@@ -205,16 +205,14 @@ __device__ __forceinline__ void write_scores(const Params& p, const float (&d)[3
 template <int n>
 using Count = std::integral_constant<int, n>;
 
-/// Warpgroups of a block in a kernel in which up to `tokens` tokens of a request share keys.
-template <int tokens>
-constexpr int kDecodeGroups = tokens == 1 ? 4 : 3;
+constexpr int kDecodeGroups = 4, kDecodeThreads = 128 * kDecodeGroups;  // warpgroups of a block
 constexpr int kPieceStages = 3;  // queries of the current, next and previous piece; a group may still use the last
 
 template <int tokens, int query_bytes>
 struct DecodeShared {
   uint8_t query[kPieceStages][tokens][query_bytes];
   uint64_t loaded[kPieceStages], used[kPieceStages];
-  int warp_sums[4 * kDecodeGroups<tokens>];
+  int warp_sums[4 * kDecodeGroups];
   // For each token: entries to score, request, and whether it leads a group of tokens that share keys. For a leading
   // token also the largest number of entries in its group and the end of the group's tiles.
   int entries[kMaxListedTokens], request[kMaxListedTokens], most[kMaxListedTokens], ends[kMaxListedTokens];
@@ -245,7 +243,7 @@ struct Sharers {
 /// of a block.
 template <int tokens, int query_bytes>
 __device__ __forceinline__ void list_tokens(const ScoreParams& p, DecodeShared<tokens, query_bytes>& s) {
-  constexpr int threads = 128 * kDecodeGroups<tokens>;
+  constexpr int threads = kDecodeThreads;
   // Groups of sharers start at the request's first token, if all requests have the same number of tokens.
   const int each = p.tokens / p.requests;
 #pragma unroll
@@ -291,7 +289,7 @@ struct Piece {
 
   /// Returns the first or second block of tile `at`.
   __device__ __forceinline__ int block(int at, int second) const {
-    return table[min(2 * (at - begin) + second, last_block)];
+    return __ldg(table + min(2 * (at - begin) + second, last_block));
   }
 };
 
@@ -303,7 +301,7 @@ __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<
                                             int& at, int stop, const uint8_t* query, uint64_t& loaded, int parity,
                                             PackedKeys& packed, int& next, int warp, int lane, BlockOf block_of) {
   // The compiler overlaps products with sums only if there is no branch between them, hence `count` is a constant.
-  constexpr int groups = kDecodeGroups<tokens>;
+  constexpr int groups = kDecodeGroups;
   float2 weights[8];
   if constexpr (count == 1) load_weights(weights, p, piece.token, piece.token, lane);
   float* scores = p.scores + piece.token * p.scores_stride;
@@ -336,9 +334,9 @@ __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<
 
 /// Grid: any number of thread blocks. At most kMaxListedTokens tokens.
 template <typename Numbers, int tokens>
-__global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
+__global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int groups = kDecodeGroups<tokens>;
+  constexpr int groups = kDecodeGroups;
   auto& s = *static_cast<DecodeShared<tokens, Numbers::kQueryBytes>*>(shared_memory_1024());
   // Uniform over the lanes, which the shuffle tells the compiler, so that descriptors stay in uniform registers.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -358,7 +356,7 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     wait_for_previous_kernel();
     return;
   }
-  Piece piece(p, s, token_of_unit(s.ends, begin));
+  Piece piece(p, s, token_of_unit(p, s.ends, begin));
   const auto block_of = [&](int at) {
     const int tile = min(at, stop - 1);
     return piece.with(p, s, tile).block(tile, warp / 2);
@@ -372,17 +370,15 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     for (int i = 0; i < count; ++i) {
       bulk_copy(s.query[stage][i], static_cast<const uint8_t*>(p.query) + int64_t(of.token + i) * kTokenBytes,
                 Numbers::kQueryBytes, &s.loaded[stage]);
+      // One thread per SM prefetches, because with few tokens all SMs read the same lines of L2.
+      const float* weights = p.weights + int64_t(of.token + i) * kIndexHeads;
+      prefetch(weights), prefetch(weights + kIndexHeads / 2);
     }
   };
   // Done by the last group, which has the fewest tiles.
   const bool copies = threadIdx.x == 128 * (groups - 1);
   if (copies) copy_queries(piece, 0);
 
-  const auto prefetch_weights = [&](int first) {
-    const int token = first + lane / 2;
-    if (lane < 2 * tokens && token < p.tokens) prefetch(p.weights + token * kIndexHeads + lane % 2 * (kIndexHeads / 2));
-  };
-  prefetch_weights(piece.token);
   PackedKeys packed;
   packed.load(p.keys + first_block * p.block_bytes, kKeysPerBlock, warp % 2, lane);
   for (int number = 0;; ++number) {
@@ -394,7 +390,6 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
       copy_queries(piece.with(p, s, piece.end), following % kPieceStages);
     }
     const Sharers<tokens> sharers(s, piece.token, p.tokens);
-    if (more) prefetch_weights(piece.token + sharers.count);
     const auto score = [&](auto counted) {
       score_tiles<decltype(counted)::value, Numbers>(p, sharers, piece, at, min(piece.end, stop), s.query[stage][0],
                                                      s.loaded[stage], number / kPieceStages & 1, packed, next, warp,
@@ -615,7 +610,8 @@ template <typename Params>
 cudaError_t launch_here(void (*kernel)(Params), int grid, int threads, int bytes, const Params& p,
                         cudaStream_t stream) {
   const unsigned shared = unsigned(bytes + 1024);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  if (error == cudaSuccess) error = prefer_shared_memory(kernel);
   if (error != cudaSuccess) return error;
   return launch(kernel, {dim3(unsigned(grid)), unsigned(threads), shared, 1, true}, stream, p);
 }
@@ -623,7 +619,7 @@ cudaError_t launch_here(void (*kernel)(Params), int grid, int threads, int bytes
 template <typename Numbers, int tokens>
 cudaError_t launch_decode(const ScoreParams& p, int processors, cudaStream_t stream) {
   const int64_t tiles = int64_t(p.tokens) * ceil_div(p.width, kTileKeys);
-  return launch_here(decode_kernel<Numbers, tokens>, int(min(tiles, int64_t(processors))), 128 * kDecodeGroups<tokens>,
+  return launch_here(decode_kernel<Numbers, tokens>, int(min(tiles, int64_t(processors))), kDecodeThreads,
                      sizeof(DecodeShared<tokens, Numbers::kQueryBytes>), p, stream);
 }
 

@@ -2,9 +2,11 @@
 // Exact: of equal scores the first entries are selected (SPEC 4.2, 4.3). In a selection of two levels (SPEC 11.6), also
 // the numbers of the best candidate blocks, and the best of the entries of listed blocks.
 //
-// One thread block or cluster per token. Up to 16,384 scores are read once and held in registers (`select_held`): it
-// finds the histogram bin that contains the `top`-th largest score, takes everything above it, and the largest of that
-// bin. More scores are read twice and mostly not stored:
+// One thread block or cluster per token. Up to 16,384 scores per block are read once and held in registers
+// (`select_held`): it finds the histogram bin that contains the `top`-th largest score, takes everything above it, and
+// the largest of that bin. In a cluster each block has consecutive entries. The blocks write what all must know (range,
+// histogram, numbers of the bin) to each other's shared memory, so each finds and writes its own part of the result.
+// More scores are read twice and mostly not stored:
 //
 // 1. Each thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
 //    maxima (for a block of a cluster its share of `top`, then the minimum over the blocks) is a threshold that at
@@ -20,6 +22,8 @@
 //
 // Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 per score, read a second
 // time from L1 or L2.
+#include <type_traits>
+
 #include "../launch.cuh"
 #include "index.h"
 #include "layout.h"
@@ -36,6 +40,7 @@ constexpr int kBatch = 4;  // loads of four scores in flight
 constexpr int kMaxCluster = 8;
 constexpr int kShare = 4096;  // entries that justify the barriers of one more block in the cluster
 constexpr int kTies = 128;    // largest bin whose numbers are ranked directly
+constexpr int kClusterBins = 512, kClusterBinBits = 9;  // of a cluster that holds its scores
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Found {
@@ -59,12 +64,22 @@ struct Shared : Histogram<kThreads> {
 };
 
 /// Shared memory for scores in registers.
-template <int threads>
+template <int threads, bool clustered = false>
 struct SharedHeld : Histogram<threads> {
+  static constexpr bool kClustered = clustered;
+  static constexpr int kWarps = threads / 32, kAllWarps = clustered ? kMaxCluster * kWarps : kWarps;
   uint64_t ties[kTies];
-  uint32_t warp_low[threads / 32], warp_high[threads / 32];
+  uint32_t warp_low[kAllWarps], warp_high[kAllWarps];
   uint32_t chosen[threads];  // selected bits of a thread's entries
   uint32_t count;            // number of ties
+};
+
+/// The same in a cluster.
+template <int threads>
+struct SharedHeldByCluster : SharedHeld<threads, true> {
+  alignas(16) uint16_t counts[kMaxCluster][kClusterBins];  // histogram of each block
+  uint32_t lower_ties;                                     // numbers of the bin in lower blocks
+  uint32_t lower_best;                                     // numbers of higher bins in lower blocks
 };
 
 /// One bit per entry. Words are spread so that threads can process runs of them without bank conflicts.
@@ -345,18 +360,83 @@ __device__ __forceinline__ void write_all(const Columns& t, int top) {
   for (int i = threadIdx.x; i < top; i += blockDim.x) t.rows[i] = i < t.n ? t.row(t.place(i), i) : -1;
 }
 
-/// Writes the buffer indices of the `p.top` best of n entries, p.top < n <= 4 x quads x threads. A warp has 128 x quads
-/// consecutive entries, a lane four of each 128.
-template <int quads, int threads, typename Params>
-__device__ __forceinline__ void select_held(const Params& p, SharedHeld<threads>& s, const Columns<Params>& t) {
+/// Waits until all threads of the token's blocks have come here. What they wrote to shared memory is then visible.
+template <bool clustered>
+__device__ __forceinline__ void wait_for_all() {
+  if constexpr (clustered) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+}
+
+/// Returns the address in block `rank` of the cluster that corresponds to `p`, or `p` itself outside of clusters.
+template <bool clustered, typename T>
+__device__ __forceinline__ T* in_block(T* p, int rank) {
+  if constexpr (clustered) return of_block(p, rank);
+  return p;
+}
+
+/// find_bin for the bins of a single block.
+template <int threads>
+__device__ __forceinline__ Found find_bin_of_all(SharedHeld<threads>& s, uint32_t wanted, int, int) {
+  return find_bin(s, wanted);
+}
+
+/// find_bin for the sums of the bins of `ranks` blocks of a cluster. Sets s.lower_ties and adds to s.lower_best.
+template <int threads>
+__device__ __forceinline__ Found find_bin_of_all(SharedHeldByCluster<threads>& s, uint32_t wanted, int rank,
+                                                 int ranks) {
+  constexpr int pieces = kClusterBins / 8;  // of 16 bytes
+  static_assert(threads == kClusterBins && threads == pieces * kMaxCluster,
+                "a bin, and a piece for a block, per thread");
+  const int to = threadIdx.x / pieces, piece = threadIdx.x % pieces;
+  if (to < ranks) {
+    const uint4 a = reinterpret_cast<const uint4*>(s.bins)[2 * piece],
+                b = reinterpret_cast<const uint4*>(s.bins)[2 * piece + 1];
+    *of_block(reinterpret_cast<uint4*>(s.counts[rank]) + piece, to) =
+        make_uint4(a.x | a.y << 16, a.z | a.w << 16, b.x | b.y << 16, b.z | b.w << 16);
+  }
+  wait_for_all<true>();
+  const uint32_t bin = kClusterBins - 1 - threadIdx.x;
+  uint32_t inside = 0, lower = 0;
+#pragma unroll
+  for (int i = 0; i < kMaxCluster; ++i) {
+    const uint32_t count = i < ranks ? s.counts[i][bin] : 0;
+    inside += count;
+    lower += i < rank ? count : 0;
+  }
+  const uint32_t above = sum_before(s, inside);
+  if (above < wanted && wanted <= above + inside) s.found = {bin, above, inside}, s.lower_ties = lower;
+  __syncthreads();
+  const uint32_t lower_best = __reduce_add_sync(kAllLanes, bin > s.found.bin ? lower : 0);
+  if (threadIdx.x % 32 == 0) atomicAdd(&s.lower_best, lower_best);
+  return s.found;
+}
+
+/// Writes the buffer indices of the `p.top` best of n entries, p.top < n <= 4 x quads x threads x ranks. A block has
+/// 4 x quads x threads consecutive entries, a warp 128 x quads of them, a lane four of each 128. `ranks`: blocks of the
+/// cluster that take part. Held: SharedHeld or SharedHeldByCluster.
+template <int quads, typename Held, typename Params>
+__device__ __forceinline__ void select_held(const Params& p, Held& s, const Columns<Params>& t, int rank = 0,
+                                            int ranks = 1) {
+  constexpr bool clustered = Held::kClustered;
+  constexpr int warps = Held::kWarps, threads = 32 * warps, share = 4 * quads * threads;
+  constexpr int bins = clustered ? kClusterBins : kBins, bin_bits = clustered ? kClusterBinBits : kBinBits;
+  static_assert(kTies <= threads && warps <= 32, "one thread per tie, one lane per warp");
+  static_assert(quads <= 8, "one bit of `best` per entry");
+  static_assert(share <= 0xffff, "a block's counts are 16 bits");
   const int n = t.n;
-  static_assert(kTies <= threads && threads / 32 <= 32, "one thread per tie, one lane per warp");
-  static_assert(quads <= 8, "one bit of `flags` per entry");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int first = 128 * quads * warp + 4 * lane;
+  const int first = share * rank + 128 * quads * warp + 4 * lane;
+  if constexpr (clustered) {
+    cluster_arrive();  // other blocks write to this one's memory only when it runs
+    if (threadIdx.x == 0) s.lower_best = 0;
+  }
   if (threadIdx.x == 0) s.count = 0;
   s.chosen[threadIdx.x] = 0;
-  for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
+  for (int i = threadIdx.x; i < bins; i += threads) s.bins[i] = 0;
   float4 v[quads];
   // Loaded together with the scores, unless that takes more registers than available.
   constexpr bool early = quads <= 4;
@@ -367,6 +447,7 @@ __device__ __forceinline__ void select_held(const Params& p, SharedHeld<threads>
     v[i] = load_four(t.scores, at, n, p.aligned);
     place[i] = early && at < n ? t.place(at) : 0;
   }
+  if constexpr (clustered) cluster_wait();
   uint32_t order[quads][4];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
@@ -374,66 +455,80 @@ __device__ __forceinline__ void select_held(const Params& p, SharedHeld<threads>
 #pragma unroll
     for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // below all scores
   }
-  uint32_t low = 1, high = 0xffffffffu;
-  // Narrows low .. high to the range of the scores within it for which `chosen` is true.
-  const auto narrow = [&](auto chosen) {
-    uint32_t least = 0xffffffffu, most = 0;
+  // All scores above `high` are selected, and `wanted` of the `inside` ones from `low` to `high`, the ties. After
+  // bins of equal width `low` and `high` hold for the thread's scores only.
+  uint32_t low = 1, high = 0xffffffffu, wanted = p.top, inside = n;
+  uint32_t lower_ties = share * rank;  // ties in lower blocks
+  // Calls f(order) for the ties.
+  const auto visit_ties = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint32_t x = order[i][k];
-        if (x >= low && x <= high && chosen(x)) least = min(least, x), most = max(most, x);
+        if (order[i][k] >= low && order[i][k] <= high) f(order[i][k]);
       }
     }
-    least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
-    if (lane == 0) s.warp_low[warp] = least, s.warp_high[warp] = most;
-    __syncthreads();
-    low = __reduce_min_sync(kAllLanes, lane < threads / 32 ? s.warp_low[lane] : 0xffffffffu);
-    high = __reduce_max_sync(kAllLanes, lane < threads / 32 ? s.warp_high[lane] : 0);
   };
-  narrow([](uint32_t) { return true; });
-
-  // All scores above `high` are selected, and `wanted` of the `inside` ones from `low` to `high`.
-  uint32_t wanted = p.top, inside;
-  // Finds the bin of the last one of these. bin_of(order) is monotone and below kBins.
-  const auto find = [&](auto bin_of) {
-#pragma unroll
-    for (int i = 0; i < quads; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (order[i][k] >= low && order[i][k] <= high) atomicAdd(&s.bins[bin_of(order[i][k])], 1u);
-      }
+  // Narrows low .. high to the range of all ties.
+  const auto narrow = [&] {
+    uint32_t least = 0xffffffffu, most = 0;
+    visit_ties([&](uint32_t x) { least = min(least, x), most = max(most, x); });
+    least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
+    if (lane < ranks) {
+      *in_block<clustered>(&s.warp_low[warps * rank + warp], lane) = least;
+      *in_block<clustered>(&s.warp_high[warps * rank + warp], lane) = most;
     }
+    wait_for_all<clustered>();
+    least = 0xffffffffu, most = 0;
+#pragma unroll
+    for (int i = 0; i < Held::kAllWarps; i += 32) {
+      const int at = i + lane;
+      if (at < warps * ranks) least = min(least, s.warp_low[at]), most = max(most, s.warp_high[at]);
+    }
+    low = __reduce_min_sync(kAllLanes, least), high = __reduce_max_sync(kAllLanes, most);
+  };
+  // Finds the bin of the last tie that is wanted. bin_of(order) is monotone and below `bins`.
+  const auto find = [&](auto bin_of) {
+    visit_ties([&](uint32_t x) { atomicAdd(&s.bins[bin_of(x)], 1u); });
     __syncthreads();
-    const Found found = find_bin(s, wanted);
+    const Found found = find_bin_of_all(s, wanted, rank, ranks);
     wanted -= found.above, inside = found.inside;
+    if constexpr (clustered) lower_ties = s.lower_ties;
     return found.bin;
   };
   const auto split_bits = [&] {
-    const int bits = 32 - __clz(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
+    const int bits = 32 - __clz(high - low), shift = bits > bin_bits ? bits - bin_bits : 0;
     low += find([&](uint32_t x) { return (x - low) >> shift; }) << shift;
     high = low + min(high - low, (1u << shift) - 1);
   };
-  if constexpr (quads <= 4) {
+  narrow();
+  if constexpr (clustered || quads <= 4) {
     // Bins of equal width, over which scores of both signs spread better than their bits: one round is then enough, for
     // more instructions per score. One bin if the range or a score is not finite.
-    const float least = score_of(low), scale = kBins / (score_of(high) - least);
+    const float least = score_of(low), scale = bins / (score_of(high) - least);
     const auto bin_of = [&](uint32_t x) {
-      return uint32_t(min(__float2int_rz((score_of(x) - least) * scale), kBins - 1));
+      return uint32_t(min(__float2int_rz((score_of(x) - least) * scale), bins - 1));
     };
     const uint32_t bin = find(bin_of);
-    narrow([&](uint32_t x) { return bin_of(x) == bin; });
+    uint32_t from = 0xffffffffu, to = 0;
+    visit_ties([&](uint32_t x) {
+      const uint32_t own = bin_of(x);
+      if (own >= bin) from = min(from, x);
+      if (own <= bin) to = max(to, x);
+    });
+    low = from, high = to;
+    if (inside != wanted && inside > kTies) narrow();
   } else {
     split_bits();
   }
   while (inside != wanted && inside > kTies && low < high) {
-    for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
+    for (int i = threadIdx.x; i < bins; i += threads) s.bins[i] = 0;
     __syncthreads();
     split_bits();
+    if constexpr (clustered) wait_for_all<true>();  // before other blocks write s.counts again
   }
 
-  uint32_t best = 0, ties = 0, before[quads];
+  uint32_t best = 0, ties = 0, before[quads];  // one bit per entry
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
 #pragma unroll
@@ -442,24 +537,34 @@ __device__ __forceinline__ void select_held(const Params& p, SharedHeld<threads>
       ties |= uint32_t(order[i][k] >= low && order[i][k] <= high) << (4 * i + k);
     }
   }
+  uint32_t lower_best = 0;  // selected in lower blocks, of the ties
   if (inside == wanted) {
     best |= ties;
+    lower_best = lower_ties;
   } else if (inside <= kTies) {
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (ties >> (4 * i + k) & 1) s.ties[atomicAdd(&s.count, 1u)] = order_of(order[i][k], first + 128 * i + k);
+        if (!(ties >> (4 * i + k) & 1)) continue;
+        const uint64_t number = order_of(order[i][k], first + 128 * i + k);
+        const uint32_t at = lower_ties + atomicAdd(&s.count, 1u);
+        for (int to = 0; to < ranks; ++to) *in_block<clustered>(&s.ties[at], to) = number;
       }
     }
-    __syncthreads();
+    wait_for_all<clustered>();
     if (threadIdx.x < inside) {
       const uint64_t own = s.ties[threadIdx.x];
       uint32_t larger = 0;
       for (uint32_t j = 0; j < inside; ++j) larger += s.ties[j] > own;
-      const uint32_t entry = entry_of(own), at = entry % (128 * quads);
-      const uint32_t owner = entry / (128 * quads) * 32 + at % 128 / 4;
-      if (larger < wanted) atomicOr(&s.chosen[owner], 1u << (4 * (at / 128) + at % 4));
+      const int entry = int(entry_of(own)) - share * rank, at = entry % (128 * quads);
+      const int owner = entry / (128 * quads) * 32 + at % 128 / 4;
+      if (larger < wanted) {
+        if (entry >= 0 && entry < share) atomicOr(&s.chosen[owner], 1u << (4 * (at / 128) + at % 4));
+        if constexpr (clustered) {
+          if (entry < 0) atomicAdd(&s.lower_best, 1u);
+        }
+      }
     }
     __syncthreads();
     best |= s.chosen[threadIdx.x];
@@ -467,20 +572,25 @@ __device__ __forceinline__ void select_held(const Params& p, SharedHeld<threads>
     set_before<quads, threads>(s, ties, before);
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
-      uint32_t at = before[i];
+      uint32_t at = lower_ties + before[i];
       for (uint32_t four = ties >> 4 * i & 15; four && at < wanted; four &= four - 1, ++at)
         best |= (four & -four) << 4 * i;
     }
+    lower_best = min(lower_ties, wanted);
     __syncthreads();
   }
   set_before<quads, threads>(s, best, before);
+  if constexpr (clustered) lower_best += s.lower_best;
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
-    uint32_t at = before[i], four = best >> 4 * i & 15;
+    uint32_t at = lower_best + before[i], four = best >> 4 * i & 15;
     if (!early && four) place[i] = t.place(first + 128 * i);
     for (; four; four &= four - 1) t.rows[at++] = t.row(place[i], 4 * lane) + __ffs(four) - 1;
   }
 }
+
+template <int n>
+using Count = std::integral_constant<int, n>;
 
 /// For many tokens that see at most 4 x quads x threads entries: small blocks, `resident` per SM.
 template <typename Params, int threads, int quads, int resident>
@@ -512,17 +622,30 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   const float* row = t.scores;
   // Eight quads take more registers than three blocks per SM leave.
   constexpr int most = resident > 2 ? 4 : 8;
-  if (n <= max(p.top, 4 * most * kThreads)) {
-    if (rank > 0) return;
-    SharedHeld<kThreads>& held = *static_cast<SharedHeld<kThreads>*>(shared_memory());
-    if (n <= p.top)
-      write_all(t, p.top);
-    else if (n <= 8 * kThreads)
-      select_held<2>(p, held, t);
-    else if (n <= 16 * kThreads)
-      select_held<4>(p, held, t);
-    else if constexpr (most > 4)
-      select_held<8>(p, held, t);
+  const int blocks = clustered ? p.cluster : 1;
+  if (n <= max(p.top, 4 * most * kThreads * blocks)) {
+    if (n <= max(p.top, 8 * kThreads)) {
+      if (rank > 0) return;
+      if (n <= p.top)
+        write_all(t, p.top);
+      else
+        select_held<2>(p, *static_cast<SharedHeld<kThreads>*>(shared_memory()), t);
+      return;
+    }
+    using Held = std::conditional_t<clustered, SharedHeldByCluster<kThreads>, SharedHeld<kThreads>>;
+    static_assert(sizeof(Held) <= sizeof(Shared));
+    Held& held = *static_cast<Held*>(shared_memory());
+    const auto select = [&](auto counted) {
+      constexpr int quads = decltype(counted)::value, share = 4 * quads * kThreads;
+      const int ranks = clustered ? (n + share - 1) / share : 1;
+      if (rank < ranks) select_held<quads>(p, held, t, rank, ranks);
+    };
+    if (clustered && n <= 8 * kThreads * blocks)
+      select(Count<clustered ? 2 : 4>());
+    else if (n <= 16 * kThreads * blocks)
+      select(Count<4>());
+    else
+      select(Count<most>());
     return;
   }
   const int ranks = clustered ? min(p.cluster, (n + kShare - 1) / kShare) : 1;
@@ -610,11 +733,10 @@ cudaError_t launch_select(Params p, bool sm_90, int processors, cudaStream_t str
   if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);
   if (!few && p.width <= 16384) return launch_held<512, 8, 2>(p, sm_90, stream);
   p.cluster = 1;
-  while (sm_90 && p.width > 32 * kThreads && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors &&
-         p.cluster * kShare < p.width)
+  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
     p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
-  const auto kernel = p.cluster > 1 ? select_kernel<Params, true, 2>
+  const auto kernel = p.cluster > 1 ? select_kernel<Params, true, 1>
                       : few         ? select_kernel<Params, false, 2>
                                     : select_kernel<Params, false, 3>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));

@@ -165,7 +165,17 @@ def test_scores(lens, key_format, q_dtype):
 
 @pytest.mark.parametrize(
     "width, top",
-    [(40, 8), (4097, 1), (8192, 1024), (16384, 512), (16385, 512), (20001, 2048), (300000, 1024)],
+    [
+        (40, 8),
+        (4097, 1),
+        (8192, 1024),
+        (16384, 512),
+        (16385, 512),
+        (20001, 2048),
+        (60000, 512),
+        (131072, 512),
+        (300000, 1024),
+    ],
 )
 @pytest.mark.parametrize("copies", [1, 40], ids=["few", "many"])
 def test_select(width, top, copies):

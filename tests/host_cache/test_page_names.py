@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.storage import key, put
 
 from dsv4_sglang.cache import CacheLayout, v4_specs
 from dsv4_sglang.cache.specs_v41 import v41_specs
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.srt.host_cache.folder import FORMER_WEIGHTS, UNUSED, USED, state_of_name, stored_files
 from dsv4_sglang.srt.host_cache.page_names import (
     LABEL_CHARACTERS,
     SAMPLE_STEP,
@@ -98,10 +100,15 @@ def test_flags_and_formats_are_in_the_name(monkeypatch: pytest.MonkeyPatch, tmp_
     assert names[0].startswith("m-dsv4v4-fp8-mxfp4-")
 
 
-def test_both_formats_of_entries_are_in_the_name() -> None:
+def test_both_formats_of_entries_are_in_the_name(tmp_path: Path) -> None:
     layout = CacheLayout(v41_specs(V41Config.flash()), torch.device("cpu"))
     name = page_name("m" * LABEL_CHARACTERS, layout, (layout.block_bytes, layout.snapshot_bytes))
     assert "-mxfp8-nvfp4-mxfp4-" in name and len(name) <= 99
+    updated = f"{name}-{'0' * 16}"
+    for of in (name, updated):
+        put(tmp_path, f"{key(1)}_{of}.bin", 0)
+    assert {found.name: found.state for found in stored_files(tmp_path)} == {name: UNUSED, updated: FORMER_WEIGHTS}
+    assert state_of_name(name, used=True) == USED
 
 
 def no_attention(model: Path) -> None:

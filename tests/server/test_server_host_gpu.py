@@ -31,10 +31,10 @@ def test_conversations_beyond_the_device(server: Server) -> None:
     """24 conversations of 1,500 tokens exceed the device; their next two visits hit the maximum and are right."""
     prompts = [prompt(1500, seed=i) for i in range(24)]
     server.flush()
-    before = server.metrics()
+    before = server.published()
     visits = [[server.generate(ids, 16) for ids in prompts] for _ in range(3)]
     assert [{got.cached for got in visit} for visit in visits] == [{0}, {1408}, {1408}]
-    after = server.metrics()
+    after = server.published()
     change = {name: after[name] - before[name] for name in after}
     tiers = [change[f"hit_tokens_{tier}"] for tier in ("device", "host", "storage")]
     assert sum(tiers) == change["hit_tokens"] and tiers[1] > 24 * 1408 and tiers[2] == 0, tiers

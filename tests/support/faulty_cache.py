@@ -66,9 +66,6 @@ def _store(original: Callable[..., None], state: Any, slots: Any, snapshots: Any
         kept = kept.unflatten(1, (-1, len(state._kept)))
         for snapshot in snapshots[snapshots > 0].tolist():
             kept[:, snapshot - 1, :, :, columns] = 0
-    if fault() == "snapshots with empty rings":
-        for snapshot in snapshots[snapshots > 0].tolist():
-            state._all_rings[:, state.num_slots + snapshot - 1] = 0
 
 
 def _candidates(original: Callable[..., Any], ops: Any, layer: int, tokens: int) -> Any:
@@ -88,6 +85,8 @@ def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, snapsh
     slots.layer_transfer_counter = counter
     if fault() == "snapshots without the draft model's ring":
         pool.storage.rings[-1].index_fill_(0, live.long(), 0)
+    if fault() == "snapshots with empty rings":  # not at the end of a step, which may be a graph and run no Python
+        pool.storage.rings.index_fill_(1, live.long(), 0)
 
 
 def _unlock(original: Callable[..., None], registry: Any, slot: int) -> None:

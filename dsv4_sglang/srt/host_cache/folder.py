@@ -44,8 +44,10 @@ USED, UNUSED = "used", "unused"
 FORMER_WEIGHTS, FORMER_FORMAT, TEMPORARY = "former weights", "former format", "temporary"
 # States of files that no server can read again.
 ORPHANS = (FORMER_WEIGHTS, FORMER_FORMAT, TEMPORARY)
+# `page_names.page_name`, with two or three formats, which are shorter than a digest, and the digest of updated weights.
 _NAME = (
-    r"(?P<name>.+-dsv4v(?P<version>\d+)-[a-z0-9]+-[a-z0-9]+-(?:[0-9a-f]{32}|[0-9a-f]{16})(?P<update>-[0-9a-f]{16})?)"
+    r"(?P<name>.+-dsv4v(?P<version>\d+)(?:-[a-z0-9]{1,15}){2,3}-(?:[0-9a-f]{32}|[0-9a-f]{16})"
+    r"(?P<update>-[0-9a-f]{16})?)"
 )
 _PAGE = re.compile(rf"[0-9a-f]{{{KEY_CHARACTERS}}}(?:\.[a-z0-9_]+)?_{_NAME}(?P<end>_[a-z0-9_]+|\.bin|)")
 # Name of a file while SGLang writes it.
