@@ -260,11 +260,11 @@ def decode(server: Server, prompts: Sequence[list[int]], tokens: int) -> Summary
         return _read(folder, whole=False)
 
 
-def prefill(server: Server, prompt: list[int]) -> Summary:
-    """Profile everything that runs for one prompt and its first token."""
+def prefill(server: Server, prompts: Sequence[list[int]]) -> Summary:
+    """Profile everything that runs for prompts that are sent at once, and for their first tokens."""
     with tempfile.TemporaryDirectory(prefix="profile_") as folder:
         _start(server, folder)
-        server.generate(prompt, 1, **on_first_rank(server, 1))
+        server.generate(prompts, 1, **on_first_rank(server, len(prompts)))
         server.request("/stop_profile", {})
         return _read(folder, whole=True)
 

@@ -24,8 +24,8 @@ is timed. Measures:
   the random acceptance length, and the time of a speculative round does not. One of the N answers is streamed;
   `between_tokens_ms` has the times between its tokens (with speculation, its rounds) as the client sees them.
 - ttft: one prompt alone, one token (--cold: other lengths).
-- profile: a decode step at each number of requests and one prefill, kernel by kernel. Read the result with
-  `python -m benchmarks.profile_steps`.
+- profile: a decode step at each number of requests, one prefill, and the prefill of prompts that hit most of their
+  tokens, kernel by kernel. Read the result with `python -m benchmarks.profile_steps`.
 
 Logs are stored beside the JSON file, which is updated after every row. `python -m benchmarks.report` merges starts.
 """
@@ -54,14 +54,20 @@ class Load:
         requests: numbers of concurrent requests.
         tokens: tokens of each, enough to find the requests running in the log and then to profile them.
         prompt: tokens of the profiled prefill.
+        cached: tokens of the prompts that are stored before the profiled hits.
+        hits: new tokens of each hit, and their number at once.
     """
 
     requests: tuple[int, ...]
     tokens: int
     prompt: int
+    cached: int
+    hits: tuple[tuple[int, int], ...]
 
 
-FULL, QUICK, DRY = Load((1, 16, 64, 256), 256, 8192), Load((1, 64), 256, 8192), Load((1, 2), 80, 64)
+FULL = Load((1, 16, 64, 256), 256, 8192, 20_000, ((200, 1), (1000, 1), (200, 8), (1000, 8)))
+QUICK = Load((1, 64), 256, 8192, 20_000, ((1000, 1), (200, 8)))
+DRY = Load((1, 2), 80, 64, 300, ((20, 2),))
 
 
 class Bench(bench.Bench):
@@ -76,7 +82,8 @@ class Bench(bench.Bench):
         taken = {
             f"decode {n}": partial(profile_steps.decode, server, self.prompts(n), load.tokens) for n in load.requests
         }
-        taken[f"prefill {load.prompt}"] = partial(profile_steps.prefill, server, self.prompt(load.prompt))
+        taken[f"prefill {load.prompt}"] = partial(profile_steps.prefill, server, [self.prompt(load.prompt)])
+        taken |= {f"{load.cached}+{new}x{n}": partial(self.profile_hits, server, new, n) for new, n in load.hits}
         for at, take in taken.items():
             row = {"measure": profile_steps.MEASURE, "at": at}
             try:
@@ -85,6 +92,15 @@ class Bench(bench.Bench):
                 yield row | {"value": None, "error": f"{type(error).__name__}: {error}"}
             else:
                 yield row | {"value": summary.period_us or None, **dataclasses.asdict(summary)}
+
+    def profile_hits(self, server: Server, new: int, at_once: int) -> profile_steps.Summary:
+        """Profile the prefill of `at_once` prompts that hit all but their last `new` tokens and what a page leaves."""
+        stored = [self.prompt(self.load.cached) for _ in range(at_once)]
+        for prompt in stored:
+            server.generate(prompt, 1)
+        first, second = ([[*prompt, *self.prompt(new)] for prompt in stored] for _ in range(2))
+        server.generate(first, 1)  # kernels compile when a shape first occurs
+        return profile_steps.prefill(server, second)
 
     def start(self, subject: str, number: int) -> Generator[dict[str, Any], None, None]:
         """Start a server, measure, and stop it.

@@ -875,7 +875,7 @@ def test_profile_waits_for_requests_and_reads_rank_0(tmp_path: Path) -> None:
         assert profile_steps.decode(server, [[3], [4]], 100).steps == 3
         with pytest.raises(RuntimeError, match="3 requests never decoded together"):
             profile_steps.decode(server, [[3]] * 3, 100)
-        assert profile_steps.prefill(server, [3, 4, 5]).split == "whole trace"
+        assert profile_steps.prefill(server, [[3, 4, 5]]).split == "whole trace"
     server.argv.append("--dp-size")
     assert profile_steps.on_first_rank(server, 1) == {"routed_dp_rank": 0}
 

@@ -38,6 +38,8 @@ SERVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         SMALL,
     ),
     "fp8, two GPUs each": (("--chunked-prefill-size", "1024", "--tp-size", "2"), (), ()),
+    "fp8, two GPUs to one": (("--chunked-prefill-size", "1024"), ("--tp-size", "2"), ()),
+    "fp8, one GPU to two": (("--chunked-prefill-size", "1024"), (), ("--tp-size", "2")),
 }
 Asked = list[tuple[list[int], Generated]]
 
@@ -56,7 +58,7 @@ def servers(name: str, plugin: Path, model: Path, tmp_path_factory: pytest.TempP
     needs("nixl")
     both, prefill, decode = SERVERS[name]
     flags = (*COMMON, *by("nixl"), *both)
-    if "--tp-size" not in both:
+    if "--tp-size" not in (*both, *decode):
         decode = (*decode, "--base-gpu-id", "1")
     with pytest.MonkeyPatch.context() as patch:
         # Both servers allocate memory at the same time, and the first requests wait for kernels to compile.
