@@ -132,13 +132,15 @@ def index_topk_of_blocks(
     reject_two_levels_at_once(kept, within)
     tokens, top = entry_indices.shape
     visible = block_table.shape[1] * index_keys.shape[1]
+    blocks = -(-visible // CANDIDATE_ENTRIES)
+    if within is not None and blocks <= within.shape[1] and tokens >= MANY_TOKENS:
+        within = None  # all blocks are candidates, and the scores of blocks share the decoded keys of many tokens
     query, weights = prepare_query(q, weights, positions, rope, KeyFormat.MXFP4, hadamard=False)
     lists = within
     if lists is None:
         kept_suffices = kept is not None and kept.shape[1] > top and tokens < MANY_TOKENS
         lists = kept if kept_suffices else entry_indices.new_empty(tokens, listed_blocks(top, 0 if kept is None else 1))
     assert lists is not None
-    blocks = -(-visible // CANDIDATE_ENTRIES)
     for part in _slices(scores, entry_indices):
         cache = index_keys, block_table, token_request[part], positions[part]
         if within is None:
