@@ -29,6 +29,7 @@ EACH(host_e2m1, e2m1(x[i]))
 EACH(host_round_e2m1, round_e2m1(x[i]))
 EACH(host_row_exponent, row_exponent(x[i]))
 EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
+EACH(host_mxfp4_exponent_of_bf16, mxfp4_exponent_of_bf16(bits_of(x[i]) >> 16))
 EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
 EACH(host_e2m1_value, e2m1_value(uint32_t(x[i])))
 EACH(host_channel_at, channel_at(int(x[i])))
@@ -233,6 +234,13 @@ def test_scales_of_keys(host):
         if scale_format is KeyFormat.MXFP4:
             got = host("host_e4m3", quantise.exp2_of_biased(got.int()))
         assert torch.equal(got, scales[:, 0].float())
+
+
+def test_scales_of_queries(host):
+    x = all_bf16()
+    x = x[(x >= 6 * 2.0**-126) & (x <= 6 * 2.0**125)]
+    expected = quantise.ceil_pow2_exponent(x * (1.0 / 6.0))
+    assert torch.equal(host("host_mxfp4_exponent_of_bf16", x), expected.float())
 
 
 def test_keys_are_decoded_exactly(host):

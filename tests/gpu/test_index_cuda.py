@@ -147,6 +147,24 @@ def test_query(key_format):
     assert ((got - expected).abs() <= 0.5 * expected.abs() + 0.5 * expected.abs().amax(-1, keepdim=True) / 6).all()
 
 
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
+def test_query_in_each_form(key_format, q_dtype):
+    """The image of 64 heads has the same numbers, bit for bit, as other numbers of heads, which are not images. These
+    include parts of a warp's heads."""
+    g = torch.Generator().manual_seed(2)
+    q = torch.randn(33, 64, 128, generator=g) * 2.0 ** torch.randint(-8, 9, (33, 64, 1), generator=g)
+    q[1] = torch.eye(128)[:64] * torch.linspace(-300, 300, 64)[:, None]  # magnitudes of a block are equal
+    q[2, ::2] = 0.0
+    q[3, 1::2] = -0.0
+    case = index_case(lens=[(0, 33)], heads=64, top=16)
+    expected = prepared_query(q.to(q_dtype), case, key_format)
+    assert len(expected.unique()) > 50
+    for heads in (63, 21, 4, 1):
+        got = torch.cat([prepared_query(x, case, key_format) for x in q.to(q_dtype).split(heads, 1)], 1)
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("lens", [decode(3000, 600, 129), [(900, 950), (40, 44)]], ids=["decode", "prefill"])
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
