@@ -186,7 +186,9 @@ def test_scores(lens, key_format, q_dtype):
     [
         (40, 8),
         (4097, 1),
+        (8190, 512),
         (8192, 1024),
+        (12001, 1024),
         (16384, 512),
         (16385, 512),
         (20001, 2048),
@@ -199,7 +201,7 @@ def test_scores(lens, key_format, q_dtype):
 def test_select(width, top, copies):
     """Few and many tokens use different kernels; long and short lists use different algorithms."""
     g = torch.Generator().manual_seed(width)
-    scores = torch.randn(10, width, generator=g)
+    scores = torch.randn(13, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)
     scores[2] = 0.0
     scores[3] = torch.where(torch.rand(width, generator=g) < 0.5, 0.0, -0.0)
@@ -210,7 +212,12 @@ def test_select(width, top, copies):
     scores[6, : width // 8] = 1e20
     scores[8] *= 2e38  # infinite scores, and a range that overflows
     scores[9] = (scores[9] - 3).relu()  # fewer scores than are selected differ from the smallest
-    visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top, width, width])
+    scores[10] = (4 * scores[10]).exp()  # a few scores are far above the others
+    scores[11] = scores[11].sort(descending=True).values
+    scores[12] = scores[12].round(decimals=2)  # ties at the last selected score
+    visible = torch.tensor(
+        [width, width, width, width, width, width - 1, width // 2, top, width, width, width, width - 3, width]
+    )
     cases = len(visible)
     table = torch.arange(-(-width // 32)).int().expand(cases, -1).contiguous()
     rows = torch.full((cases * copies, top), -7, dtype=torch.int32, device="cuda")
