@@ -6,8 +6,8 @@
 // (`select_held`): it finds the histogram bin that contains the `top`-th largest score, takes everything above it, and
 // the largest of that bin. In a cluster each block has consecutive entries. The blocks write what all must know (range,
 // histogram, numbers of the bin) to each other's shared memory, so each finds and writes its own part of the result.
-// With 32 scores per thread, a block first tries to reduce them to a list of those that reach a threshold as in 1.
-// below (`select_listed`). Blocks with too many such scores read all of them again.
+// With 32 scores per thread, blocks first try to reduce them to a list of those that reach a threshold as in 1. below
+// (`select_listed`). Blocks with too many such scores read all of them again.
 //
 // More scores are read twice and mostly not stored:
 //
@@ -84,6 +84,9 @@ struct SharedHeld : Histogram<threads> {
 template <int threads>
 struct SharedHeldByCluster : SharedHeld<threads, true> {
   alignas(16) uint16_t counts[kMaxCluster][kClusterBins];  // histogram of each block
+  uint32_t bound[kMaxCluster], high[kMaxCluster];          // of each block's scores
+  uint32_t listed[kMaxCluster];                            // scores of each block in the first block's list
+  bool done;                                               // the first block selects from it
   uint32_t lower_ties;                                     // numbers of the bin in lower blocks
   uint32_t lower_best;                                     // numbers of higher bins in lower blocks
 };
@@ -495,20 +498,24 @@ struct EqualBins {
   __device__ __forceinline__ float bound(uint32_t bin) const { return __fadd_rd(low, __fmul_rd(bin - 1.0f, width)); }
 };
 
-/// select_held for scores of which few reach a bound: writes them to a list in the order of entries and selects from
-/// it. Returns false if there are too many of them, or too many close to the last one to be selected. s.bins, s.chosen
-/// and s.count are 0 at first, and all but s.bins also after failure.
-template <int quads, int threads, typename Params>
-__device__ __forceinline__ bool select_listed(const Params& p, SharedHeld<threads>& s, const Columns<Params>& t) {
-  constexpr int warps = threads / 32, step = 4 * threads, parts = kGroups / (4 * threads), own = kListed / threads;
+/// select_held for scores of which few reach a bound: writes them to a list in the order of entries, of the first block
+/// of a cluster, which then selects from it. Returns false if there are too many of them, or too many close to the last
+/// one to be selected. s.bins, s.chosen and s.count are 0 at first, and all but s.bins also after failure.
+template <int quads, typename Held, typename Params>
+__device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Columns<Params>& t, int rank, int ranks) {
+  constexpr bool clustered = Held::kClustered;
+  constexpr int warps = Held::kWarps, threads = 32 * warps, step = 4 * threads, share = quads * step;
+  constexpr int parts = kGroups / (4 * threads), own = kListed / threads;
   constexpr float none = -INFINITY;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = 4 * threadIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = share * rank + 4 * threadIdx.x;
   static_assert(quads == 8, "32 flags");
-  if (p.top > kGroups) return false;
   float4 v[quads];
 #pragma unroll
   for (int i = 0; i < quads; ++i) v[i] = load_four(t.scores, first + step * i, t.n, p.aligned);
-  // The bound is in the bin of the `top`-th largest of the groups' maxima.
+  if constexpr (clustered) cluster_wait();
+  if (p.top > kGroups) return false;
+  // The bound is in the bin of the `top`-th largest of the groups' maxima. For a block of a cluster it is its share of
+  // `top`, then the least of the blocks.
   float best[parts][4];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
@@ -529,18 +536,28 @@ __device__ __forceinline__ bool select_listed(const Params& p, SharedHeld<thread
   if (threadIdx.x == 0) s.found.bin = 0;
   __syncthreads();
   low = score_of(__reduce_min_sync(kAllLanes, lane < warps ? s.warp_low[lane] : 0xffffffffu));
-  const uint32_t highest = __reduce_max_sync(kAllLanes, lane < warps ? s.warp_high[lane] : 0);
-  high = score_of(highest);
-  const EqualBins bins(low, high, kBins);
+  uint32_t highest = __reduce_max_sync(kAllLanes, lane < warps ? s.warp_high[lane] : 0);
+  const EqualBins bins(low, score_of(highest), kBins);
 #pragma unroll
   for (int i = 0; i < 4 * parts; ++i) {
     const float x = best[i / 4][i % 4];
     if (x > none) atomicAdd(&s.bins[bins.of<kBins>(x)], 1u);
   }
   __syncthreads();
-  Found found = find_bin(s, p.top);
-  if (found.bin == 0) return false;  // or fewer than `top` groups
-  const float bound = bins.bound(found.bin);
+  const uint32_t entries = min(t.n - share * rank, share);
+  Found found = find_bin(s, clustered ? (p.top * entries + t.n - 1) / t.n : p.top);
+  float bound = found.bin ? bins.bound(found.bin) : none;  // none if there are too few groups, too
+  if constexpr (clustered) {
+    if (threadIdx.x < ranks) {
+      *of_block(&s.bound[rank], threadIdx.x) = order_of(bound);
+      *of_block(&s.high[rank], threadIdx.x) = highest;
+    }
+    wait_for_all<true>();
+    uint32_t least = order_of(bound);
+    for (int i = 0; i < ranks; ++i) least = min(least, s.bound[i]), highest = max(highest, s.high[i]);
+    bound = score_of(least);
+  }
+  if (bound == none) return false;
   clear_bins(s);
 
   // Bits of scores below the bound, from signs of differences. NaNs are not below.
@@ -552,23 +569,35 @@ __device__ __forceinline__ bool select_listed(const Params& p, SharedHeld<thread
     for (int k = 3; k >= 0; --k) below = __funnelshift_l(bits_of(four[k] - bound), below, 1);
   }
   const uint32_t flags = ~below;
-  const uint32_t count = set_before_by_quad<quads, threads>(s.quad_sums, flags, before);
+  uint32_t count = set_before_by_quad<quads, threads>(s.quad_sums, flags, before), lower = 0;
+  if constexpr (clustered) {
+    if (threadIdx.x < ranks) *of_block(&s.listed[rank], threadIdx.x) = count;
+    wait_for_all<true>();
+    count = 0;
+    for (int i = 0; i < ranks; ++i) lower += i < rank ? s.listed[i] : 0, count += s.listed[i];
+  }
   if (count > kListed) return false;
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-    uint2* to = s.list + before[i];
+    uint2* to = in_block<clustered>(s.list, 0) + lower + before[i];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       if (flags >> (4 * i + k) & 1) *to++ = make_uint2(bits_of(four[k]), first + step * i + k);
     }
   }
-  __syncthreads();
+  wait_for_all<clustered>();
+  if constexpr (clustered) {
+    if (rank > 0) {
+      wait_for_all<true>();
+      return s.done;
+    }
+  }
   // A thread has consecutive places of the list.
   const uint32_t place = own * threadIdx.x;
   uint32_t bin[own];
   int32_t to[own];
-  const EqualBins fine(bound, high, kBins);
+  const EqualBins fine(bound, score_of(highest), kBins);
   const auto order_at = [&](int i) { return order_of(float_of(s.list[place + i].x)); };
   if (place < count) {
 #pragma unroll
@@ -584,7 +613,12 @@ __device__ __forceinline__ bool select_listed(const Params& p, SharedHeld<thread
   found = find_bin(s, p.top);
   const uint32_t wanted = p.top - found.above;
   const bool all = found.inside == wanted;
-  if (!all && found.inside > kTies) return false;
+  const bool done = all || found.inside <= kTies;
+  if constexpr (clustered) {
+    if (threadIdx.x < ranks) *of_block(&s.done, threadIdx.x) = done;
+    wait_for_all<true>();
+  }
+  if (!done) return false;
   uint32_t chosen = 0;
 #pragma unroll
   for (int i = 0; i < own; ++i) {
@@ -630,9 +664,9 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   }
   if (threadIdx.x == 0) s.count = 0;
   s.chosen[threadIdx.x] = 0;
-  clear_bins<bins>(s);
-  if constexpr (!clustered && quads > 4) {
-    if (select_listed<quads>(p, s, t)) return;
+  clear_bins<(quads > 4 ? kBins : bins)>(s);
+  if constexpr (quads > 4) {
+    if (select_listed<quads>(p, s, t, rank, ranks)) return;
     clear_bins<bins>(s);
   }
   float4 v[quads];
@@ -645,7 +679,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     v[i] = load_four(t.scores, at, n, p.aligned);
     place[i] = early && at < n ? t.place(at) : 0;
   }
-  if constexpr (clustered) cluster_wait();
+  if constexpr (clustered && quads <= 4) cluster_wait();
   uint32_t order[quads][4];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
