@@ -197,9 +197,9 @@ def test_scores(lens, key_format, q_dtype):
         (300000, 1024),
     ],
 )
-@pytest.mark.parametrize("copies", [1, 40], ids=["few", "many"])
-def test_select(width, top, copies):
-    """Few and many tokens use different kernels; long and short lists use different algorithms."""
+@pytest.mark.parametrize("copies, at_once", [(1, 1), (1, 13), (40, 520)], ids=["one", "few", "many"])
+def test_select(width, top, copies, at_once):
+    """One, few and many tokens use different kernels; long and short lists use different algorithms."""
     g = torch.Generator().manual_seed(width)
     scores = torch.randn(13, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)
@@ -222,8 +222,9 @@ def test_select(width, top, copies):
     table = torch.arange(-(-width // 32)).int().expand(cases, -1).contiguous()
     rows = torch.full((cases * copies, top), -7, dtype=torch.int32, device="cuda")
     owners, positions = torch.arange(cases).int().repeat(copies), (visible * 4 + 2).repeat(copies)
-    arguments = scores.repeat(copies, 1), table, owners, positions
-    ops().index_select(*(t.cuda() for t in arguments), rows)
+    scores_of_all, table, owners, positions = (t.cuda() for t in (scores.repeat(copies, 1), table, owners, positions))
+    for part in (slice(i, i + at_once) for i in range(0, len(rows), at_once)):
+        ops().index_select(scores_of_all[part], table, owners[part], positions[part], rows[part])
     rows = rows.cpu()
     assert torch.equal(rows, rows[:cases].repeat(copies, 1)), "equal tokens have different rows"
     for t, n in enumerate(visible.tolist()):
