@@ -76,8 +76,10 @@ struct SharedHeld : Histogram<threads> {
   uint32_t warp_low[kAllWarps], warp_high[kAllWarps];
   uint32_t chosen[threads];  // selected bits of a thread's entries
   uint32_t count;            // number of ties
-  uint2 list[kListed];       // bits of a score and its entry
-  uint32_t quad_sums[8 * kWarps];
+  struct List {
+    uint2 scores[kListed];  // bits of a score and its entry
+    uint32_t quad_sums[8 * kWarps];
+  } list;  // last, because only blocks with more than four quads per thread use it
 };
 
 /// The same in a cluster.
@@ -569,7 +571,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
     for (int k = 3; k >= 0; --k) below = __funnelshift_l(bits_of(four[k] - bound), below, 1);
   }
   const uint32_t flags = ~below;
-  uint32_t count = set_before_by_quad<quads, threads>(s.quad_sums, flags, before), lower = 0;
+  uint32_t count = set_before_by_quad<quads, threads>(s.list.quad_sums, flags, before), lower = 0;
   if constexpr (clustered) {
     if (threadIdx.x < ranks) *of_block(&s.listed[rank], threadIdx.x) = count;
     wait_for_all<true>();
@@ -580,7 +582,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-    uint2* to = in_block<clustered>(s.list, 0) + lower + before[i];
+    uint2* to = in_block<clustered>(s.list.scores, 0) + lower + before[i];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       if (flags >> (4 * i + k) & 1) *to++ = make_uint2(bits_of(four[k]), first + step * i + k);
@@ -598,10 +600,10 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
   uint32_t bin[own];
   int32_t to[own];
   const EqualBins fine(bound, score_of(highest), kBins);
-  const auto order_at = [&](int i) { return order_of(float_of(s.list[place + i].x)); };
+  const auto order_at = [&](int i) { return order_of(float_of(s.list.scores[place + i].x)); };
   if (place < count) {
 #pragma unroll
-    for (int i = 0; i < own; ++i) to[i] = t.place(s.list[min(place + i, count - 1)].y);
+    for (int i = 0; i < own; ++i) to[i] = t.place(s.list.scores[min(place + i, count - 1)].y);
 #pragma unroll
     for (int i = 0; i < own; ++i) {
       if (place + i >= count) continue;
@@ -638,7 +640,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
   uint32_t at = sum_before(s, __popc(chosen));
 #pragma unroll
   for (int i = 0; i < own; ++i) {
-    if (chosen >> i & 1) t.rows[at++] = t.row(to[i], s.list[place + i].y);
+    if (chosen >> i & 1) t.rows[at++] = t.row(to[i], s.list.scores[place + i].y);
   }
   return true;
 }
@@ -943,7 +945,8 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
 
 template <int threads, int quads, int resident, typename Params>
 cudaError_t launch_held(const Params& p, bool sm_90, cudaStream_t stream) {
-  constexpr unsigned bytes = sizeof(SharedHeld<threads>);
+  using Held = SharedHeld<threads>;
+  constexpr unsigned bytes = sizeof(Held) - (quads > 4 ? 0 : sizeof(typename Held::List));
   static_assert(bytes <= 48 << 10, "more needs an opt-in");
   return launch(select_held_kernel<Params, threads, quads, resident>,
                 {dim3(unsigned(p.tokens)), threads, bytes, 1, sm_90}, stream, p);
