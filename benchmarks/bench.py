@@ -87,7 +87,7 @@ def tiny_model(folder: Path) -> Path:
     made = scratch_folder("benchmark")
     if json.loads((folder / "config.json").read_text())["model_type"] in V41_MODEL_TYPES:
         return make_tiny_v41(made, TinyV41Spec(heads=8))
-    return make_tiny(made, TinySpec(ratios=(0, 4, 128)))
+    return make_tiny(made, TinySpec(heads=8, ratios=(0, 4, 128)))
 
 
 class Bench:

@@ -117,7 +117,7 @@ def study_interval() -> Iterator[Row]:
 
 def study_share() -> Iterator[Row]:
     """Vary the share of snapshots. Long conversations need blocks, short ones snapshots."""
-    for tokens, active in (((2_000, 8_000), 800), ((2_000, 200_000), 250), ((50_000, 200_000), 80)):
+    for tokens, active in (((50_000, 200_000), 80), ((2_000, 200_000), 250), ((2_000, 8_000), 800)):
         turns = list(trace(TraceConfig(conversations=2 * active, active=active, tokens=tokens)))
         for share in (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32):
             yield {"active": active, "tokens": tokens, **simulate(turns, 20.0, share)}

@@ -66,7 +66,7 @@ else
   # Try a local or mirrored CPU wheel, then PyTorch's own index. PyPI has only the CUDA build, which also runs without a
   # GPU but brings 2.5 GB of libraries.
   install "torch==$torch+cpu" 2>/dev/null ||
-    install "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+    install "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu --retries 1 2>/dev/null ||
     install "torch==$older_torch+cpu" 2>/dev/null ||
     install "torch==$torch"
   installed=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch").split("+")[0])')
@@ -78,6 +78,8 @@ else
       exit 1
       ;;
   esac
+  # The first import compiles torch, in the time in which pip waits for downloads.
+  "$venv/bin/python" -W ignore -c "import torch" &
   install "triton==$triton" -r "$root/tools/requirements-cpu.txt"
   # Without dependencies, which pin the CUDA build of torch.
   install --no-deps "sglang==$sglang" "torchvision==$torchvision" "nemo-automodel==$automodel"

@@ -24,6 +24,7 @@ import torch
 from sglang.srt.server_args import ServerArgs
 from support import server_forkserver
 from support.liveness import LONG, wait
+from support.server_forkserver import QUICK
 
 from benchmarks import (
     attend_cases,
@@ -277,7 +278,7 @@ def test_dry_run_of_a_host_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pytest.skip("/dev/shm has less than 2 GB")
     server_forkserver.fork_benchmarks(monkeypatch)
     out = tmp_path / "rows.jsonl"
-    given = ["--dry-run", "--out", str(out), "--measure", "memory,restart", "--storages", "shm"]
+    given = ["--dry-run", "--out", str(out), "--measure", "memory,restart", "--storages", "shm", QUICK]
     assert host_cache.main(given) == 0
     memory, found, cold = map(json.loads, out.read_text().splitlines())
     assert memory["copies"] == pytest.approx(1, abs=0.2), memory

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import server_forkserver
+from support.server_forkserver import QUICK
 
 from benchmarks import long_context
 from dsv4_sglang.planner.gpus import GPUS
@@ -18,10 +19,9 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_rows_of_a_dry_run(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two conversations hit in turn, in a pool for both and in a pool for one with a host cache."""
-    if tier == "device":  # forked servers ignore the variable that retracts requests
-        server_forkserver.fork_benchmarks(monkeypatch)
+    server_forkserver.fork_benchmarks(monkeypatch)
     out = tmp_path / "rows.jsonl"
-    given = ["--dry-run", "--tier", tier, "--out", str(out), "--flags=--sleep-on-idle", "--start-timeout", "400"]
+    given = ["--dry-run", "--tier", tier, "--out", str(out), QUICK, "--start-timeout", "400"]
     assert long_context.main(given) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     of_tier = {"device": ["cold", "turn", "turn", "decode tokens/s", "decode tokens/s", "cold", "two in turn"]}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import server_forkserver
+from support.server_forkserver import QUICK
 
 from benchmarks import agent_trace, prefix_simulation, simulated_server, trace
 from benchmarks.agent_trace import TraceConfig
@@ -252,7 +253,7 @@ def test_a_trace_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     config = replace(TINY, conversations=2, systems=(512,), turns=(3, 3), tokens=(700, 900))
     file, out = written(tmp_path / "agents.jsonl", config), tmp_path / "out.jsonl"
     given = [str(file), "--dry-run", "--closed", "2", "--open", "0.5", "--cap", "2", "--out", str(out)]
-    assert trace.main([*given, "--flags=--sleep-on-idle", "--start-timeout", "400"]) == 0
+    assert trace.main([*given, QUICK, "--start-timeout", "400"]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["loop"], row["requests"]) for row in rows] == [("closed", len(load(file))), ("open", len(load(file)))]
     for row in rows:

@@ -66,7 +66,7 @@ ONE, HALVES, RANKS = "one process, host cache", "heads in halves, files", "a cac
 STORAGE = (*HOST_CACHE, "--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend")
 SERVERS: dict[str, tuple[str, ...]] = {
     ONE: HOST_CACHE,
-    HALVES: ("--tp-size", "2", "--max-total-tokens", "4096", *STORAGE, "file"),
+    HALVES: ("--tp-size", "2", "--max-total-tokens", "2560", *STORAGE, "file"),
     RANKS: (
         *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         *("--max-running-requests", "16", "--chunked-prefill-size", "256", *STORAGE, "shm"),
@@ -241,11 +241,11 @@ def test_pins_lookup_and_prefetch(server: Server, oracle: OracleV41) -> None:
     """A pin survives a flood of a full device, and a prompt like it does not, whether the oldest prompts are evicted or
     the newest. A prefetch loads it from the host before its request."""
     server.flush()
-    flood(server, 16, seed=100)
-    pinned, other, hit = prompt(300, seed=1), prompt(300, seed=2), 2 * BLOCK
+    flood(server, 10, seed=100)
+    pinned, other, hit = prompt(200, seed=1), prompt(200, seed=2), BLOCK
     server.generate(pinned, 1, kv_hints=kv_hints(pin={"name": "agent", "seconds": 600}))
     server.generate(other, 1)
-    flood(server, 20, seed=200)
+    flood(server, 12, seed=200)
     assert (found(server, pinned), found(server, other)) == ((hit, 0), (0, hit))
     assert server.published()["pinned_tokens"] == hit
     loaded = server.post("/dsv4/prefetch", {"input_ids": other})

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsv4_sglang.cli.check import ANSWER_TOKENS, TOKENS, Distance, distance_to_cold, too_far
@@ -38,6 +38,8 @@ SPARED = 7
 # Modes of /pause_generation.
 MODES = ("abort", "retract", "in_place")
 STOPS = [" ", "e", "a", "0", "Q"]
+# Share of bursts that begin with short prompts and long answers.
+GROWING = 0.3
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def bursts(seed: int, shape: Shape) -> Iterator[Burst]:
     number = 0
     while True:
         asks = [_ask(rng, shape, first, first + i) for i in range(shape.burst)]
+        if rng.random() < GROWING:
+            asks[: shape.together] = [_growing(rng, shape, ask) for ask in asks[: shape.together]]
         controls = sorted(_controls(rng, shape), key=lambda control: control.after)
         yield Burst(number, asks, controls, flush=rng.random() < 0.3)
         first, number = first + shape.burst, number + 1
@@ -144,6 +148,12 @@ def _ask(rng: random.Random, shape: Shape, first: int, number: int) -> Ask:
         cancelled=rng.choice([None] * 7 + [CANCELLED_SECONDS * rng.random()]),
         disconnects=rng.random() < 0.5,
     )
+
+
+def _growing(rng: random.Random, shape: Shape, ask: Ask) -> Ask:
+    """Make a request one of many that are admitted together and outgrow a small pool, so that some are retracted."""
+    count = rng.randrange(shape.context // 4, shape.context // 2)
+    return replace(ask, base=None, fresh=rng.randrange(1, 20), count=count, n=1, end="answer", cancelled=None)
 
 
 def _hints(rng: random.Random) -> list[dict[str, Any]]:
@@ -243,7 +253,8 @@ class Driver:
             self._begun += 1
             self._changed.notify_all()
         sampling: dict[str, Any] = {"max_new_tokens": ask.count, "temperature": 0, "n": ask.n}
-        sampling["ignore_eos"] = ask.end != "stop token"
+        # SGLang reserves all tokens of a request that ignores the end token, so that only the others are retracted.
+        sampling["ignore_eos"] = ask.end in ("abort", "gone")
         rng = random.Random(self.seed * 1_000_003 + ask.number)
         if ask.end == "stop token":
             sampling["stop_token_ids"] = rng.sample(TOKENS, 60)

@@ -121,12 +121,7 @@ class Server(Endpoint):
             progress.check()
         return super()._response(connection)
 
-    def ready(self, timeout: float) -> None:
-        """Return if the server accepts requests. Unlike /health, /ready does not take a second."""
-        try:
-            self.request("/ready", timeout=min(timeout, LONG))
-        except RequestError as error:
-            raise ConnectionError(str(error)) from None
+    ready = server_forkserver.ready
 
     def post(self, path: str, body: Any = None) -> Any:
         return self.request(path, body, method="POST")

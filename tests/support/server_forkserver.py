@@ -5,7 +5,7 @@ A server consists of a launcher, schedulers and a detokenizer. Each would import
 A forked server otherwise starts as from its command. It has its own process group, environment, arguments and output
 file, and SGLang's `launch_server` is the main program. There are four differences:
 
-- The environment that SGLang reads when it is imported is the same for all servers.
+- The environment that SGLang reads when it is imported is the same for all servers, except SGLANG_TEST_RETRACT.
 - A scheduler inherits the plugin from its launcher, and so do tokenizer workers unless NEW_WORKERS is set.
   test_commands.py and test_tokenizer_workers.py test that they load the plugin by themselves.
 - SGLang's DP controller, which distributes requests to the ranks of DP attention, waits for them. By itself it polls
@@ -35,9 +35,9 @@ from unittest.mock import patch
 import uvicorn._subprocess
 
 from benchmarks import servers
-from dsv4_sglang.cli.server import stop
+from dsv4_sglang.cli.server import Endpoint, RequestError, stop
 from dsv4_sglang.srt.launch.command import Command, cpu_environment
-from support.liveness import wait
+from support.liveness import LONG, wait
 
 if TYPE_CHECKING:
     import pytest
@@ -53,6 +53,9 @@ SETTINGS = {
     # By default uvicorn replaces a tokenizer worker whose imports take ten seconds, so on a busy machine none starts.
     "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "7200",
 }
+# Argument of a benchmark for its servers: without SGLang's request at the start, and asleep between requests. An idle
+# scheduler would occupy a core.
+QUICK = "--flags=--sleep-on-idle --skip-server-warmup"
 # The environment before the fixtures of any module change it.
 ENVIRONMENT = dict(os.environ)
 
@@ -99,9 +102,21 @@ def start(command: Command, log: Path) -> Forked:
 
 
 def fork_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the servers of `benchmarks.servers`, and end them at once. SGLang looks for a SIGTERM every five seconds."""
+    """Fork the servers of `benchmarks.servers`, ask for /ready, and end them at once.
+
+    SGLang answers /health after a second, and looks for a SIGTERM every five seconds.
+    """
     monkeypatch.setattr(servers, "start", lambda command, out: start(command, Path(out.name)))
     monkeypatch.setattr(servers, "stop", partial(stop, grace_seconds=0))
+    monkeypatch.setattr(servers.Server, "ready", ready)
+
+
+def ready(server: Endpoint, timeout: float) -> None:
+    """Return if the server accepts requests, as `Endpoint.ready`. Unlike /health, /ready does not take a second."""
+    try:
+        server.request("/ready", timeout=min(timeout, LONG))
+    except RequestError as error:
+        raise ConnectionError(str(error)) from None
 
 
 def run(command: Command, log: Path) -> None:
@@ -122,6 +137,15 @@ def _said(text: str) -> str:
     return "\n".join([*failed, text[-8000:]])
 
 
+def _read_retractions() -> None:
+    """Read the variables that make a scheduler retract requests, as the import of SGLang does."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+
+
 def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
     # Stay in the session of the tests: Linux shares cores between sessions first, and `nice` counts within one.
     os.setpgid(0, 0)
@@ -133,6 +157,7 @@ def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str,
     sys.stdin = os.fdopen(0, closefd=False)
     importlib.import_module(IMPORTS)  # already imported before the fork; repeated here to report an import error
     os.environ.update(environment)
+    _read_retractions()
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv = [module, *arguments]
     # SGLang and uvicorn request spawned processes, which would import everything again.
