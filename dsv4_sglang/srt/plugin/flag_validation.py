@@ -297,7 +297,7 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
         return
     served: dict[str, object] = {"speculative_algorithm": None, "disaggregation_mode": "null"}
     if args.device == "cuda":
-        served |= {"tp_size": 1, "enable_hierarchical_cache": False}
+        served["tp_size"] = 1
         if (size := getattr(hf_config, "candidate_block_size", CANDIDATE_ENTRIES)) != CANDIDATE_ENTRIES:
             yield f"a checkpoint with candidate_block_size {size}", f"on a GPU it is {CANDIDATE_ENTRIES}"
         if (heads := getattr(hf_config, "index_n_heads", CANDIDATE_HEADS)) > CANDIDATE_HEADS:
