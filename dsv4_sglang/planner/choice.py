@@ -87,8 +87,6 @@ class Choice:
                 "--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1 have the formats that it was trained with; "
                 "leave it out"
             )
-        if self.tp > 1:
-            raise ValueError(f"--tp {self.tp}: with DeepSeek-V4.1 on GPUs it is rejected at start; give 1")
 
     def _check_drafts(self) -> None:
         given = f"--speculative-num-draft-tokens {self.draft_tokens}"

@@ -418,7 +418,6 @@ def test_another_model() -> None:
 
 
 V41: dict[str, dict[str, Any]] = {
-    "--tp-size 2": {"device": "cuda", "tp_size": 2},
     "--speculative-algorithm DSPARK": {"speculative_algorithm": "DSPARK"},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
@@ -433,6 +432,8 @@ V41_SERVED: list[dict[str, Any]] = [
     {"device": "cuda"},
     {"device": "cuda", "enable_hierarchical_cache": True},
     {"device": "cuda", **SAVER},
+    {"device": "cuda", "tp_size": 2},
+    {"device": "cuda", **RANKS},
 ]
 
 
