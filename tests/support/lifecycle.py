@@ -116,8 +116,9 @@ def bursts(seed: int, shape: Shape) -> Iterator[Burst]:
     number = 0
     while True:
         asks = [_ask(rng, shape, first, first + i) for i in range(shape.burst)]
-        if rng.random() < GROWING:
-            asks[: shape.together] = [_growing(rng, shape, ask) for ask in asks[: shape.together]]
+        growing = random.Random(f"growing {seed} {number}")
+        if growing.random() < GROWING:
+            asks[: shape.together] = [_growing(growing, shape, ask) for ask in asks[: shape.together]]
         controls = sorted(_controls(rng, shape), key=lambda control: control.after)
         yield Burst(number, asks, controls, flush=rng.random() < 0.3)
         first, number = first + shape.burst, number + 1
