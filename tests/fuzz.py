@@ -118,7 +118,7 @@ def server(name: str, of: Configuration, model: Path, log: Path, cpu: bool) -> S
     if not cpu:
         environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
     elif of.ranks > 1:
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = servers.one_core_each(of.ranks)
     return Server(name, made.argv, environment, log)
 
 
