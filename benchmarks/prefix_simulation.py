@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks import command_line, report
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from benchmarks.simulated_server import CONCURRENCY, Simulation
+from benchmarks.simulated_server import CONCURRENCY, Given, Simulation
+from benchmarks.tool_pauses import NO_HINTS, RIGHT, WRONG
 from benchmarks.trace_file import Request, live_tokens, perfect_hits
 from benchmarks.trace_file import load as read
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -44,7 +45,7 @@ LIVE = (0.5, 2, 8, 20)
 # Memory of blocks and snapshots in the study `loads`.
 LOAD_GIGABYTES = 3.22
 # Hints of a trace, and the weight of retained turns.
-NO_HINTS, RIGHT, WRONG, RANDOM = KINDS = ("none", "right", "wrong", "random")
+KINDS = (NO_HINTS, RIGHT, WRONG, RANDOM := "random")
 RETAINED = 2.0
 
 
@@ -67,7 +68,7 @@ def simulate(
     share: float = SHARE,
     interval: int = INTERVAL,
     policy: type[EvictionPolicy] = EvictionPolicy,
-    weights: Mapping[tuple[int, int], float] | None = None,
+    hints: Mapping[tuple[int, int], Given] | None = None,
 ) -> dict[str, float]:
     """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
 
@@ -77,11 +78,11 @@ def simulate(
         share: share of the memory for snapshots; the rest holds blocks.
         interval: tokens between the snapshots of long prefills.
         policy: eviction policy.
-        weights: those of the hints of turns.
+        hints: those of turns, by key.
     """
     memory = gigabytes * 1e9
     blocks, snapshots = int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES)
-    simulation = Simulation(blocks, snapshots, interval, policy=policy, weights=weights)
+    simulation = Simulation(blocks, snapshots, interval, policy=policy, hints=hints)
     begin = time.perf_counter()
     simulation.run(turns)
     took = time.perf_counter() - begin
@@ -167,8 +168,8 @@ def study_trace(requests: Sequence[Request]) -> Iterator[Row]:
             }
 
 
-def hint_weights(turns: Sequence[Turn], kind: str) -> dict[tuple[int, int], float] | None:
-    """Return the weights of the hints of turns, or None without hints.
+def hints_of(turns: Sequence[Turn], kind: str) -> dict[tuple[int, int], Given] | None:
+    """Return the hints of turns, or None without hints.
 
     A right hint retains a turn that a later one continues, and demotes the others. A wrong one does the opposite.
     """
@@ -176,9 +177,9 @@ def hint_weights(turns: Sequence[Turn], kind: str) -> dict[tuple[int, int], floa
         return None
     if kind == RANDOM:
         rng = random.Random(0)
-        return {turn.key: rng.choice((RETAINED, DEMOTED)) for turn in turns}
+        return {turn.key: Given(rng.choice((RETAINED, DEMOTED))) for turn in turns}
     continued = {(turn.conversation, turn.base) for turn in turns if turn.base >= 0}
-    return {turn.key: RETAINED if (turn.key in continued) == (kind == RIGHT) else DEMOTED for turn in turns}
+    return {turn.key: Given(RETAINED if (turn.key in continued) == (kind == RIGHT) else DEMOTED) for turn in turns}
 
 
 def study_hints() -> Iterator[Row]:
@@ -187,8 +188,7 @@ def study_hints() -> Iterator[Row]:
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 64))
         for gigabytes in sizes:
             for kind in KINDS:
-                weights = hint_weights(turns, kind)
-                yield {"active": active, "hints": kind, **simulate(turns, gigabytes, weights=weights)}
+                yield {"active": active, "hints": kind, **simulate(turns, gigabytes, hints=hints_of(turns, kind))}
 
 
 def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]) -> dict[str, float]:

@@ -45,10 +45,9 @@ from benchmarks import command_line, servers
 from benchmarks.agent_trace import TraceConfig, Turn, growing, load
 from benchmarks.bench import Bench, append_rows
 from benchmarks.client import TIERS, Client
-from benchmarks.prefix_simulation import NO_HINTS
 from benchmarks.replay import Replay, Served
 from benchmarks.report import quantile
-from benchmarks.tool_pauses import KINDS, Agents, Load
+from benchmarks.tool_pauses import KINDS, NO_HINTS, Agents, Load
 
 # Tokens of a later visit.
 NEW_TOKENS = {"append": 200, "generate": 16}

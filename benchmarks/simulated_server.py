@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,18 @@ from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 CONCURRENCY = 16
 # Blocks of a hash id of a trace file.
 PARTS = HASH_BLOCK // BLOCK
+
+
+class Given(NamedTuple):
+    """Hint of a turn.
+
+    Attributes:
+        weight: factor on the value of its conversation.
+        seconds: how long it holds. None: until the conversation continues.
+    """
+
+    weight: float
+    seconds: float | None = None
 
 
 @dataclass
@@ -53,10 +66,12 @@ class Simulation:
         *,
         concurrency: int = CONCURRENCY,
         policy: type[EvictionPolicy] = EvictionPolicy,
-        weights: Mapping[tuple[int, int], float] | None = None,
+        hints: Mapping[tuple[int, int], Given] | None = None,
     ) -> None:
-        """`weights`: those of the hints of turns."""
-        self.weights = weights or {}
+        """`hints`: those of turns, by key."""
+        self.hints = dict(hints or {})
+        # Time of the hints.
+        self.seconds = 0.0
         self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots, first=1))
         self.tree.registry = SnapshotRegistry(snapshots, policy=policy)
         self.interval, self.concurrency = interval, concurrency
@@ -150,11 +165,18 @@ class Simulation:
         kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
         self.running.append(Running(key, keys, blocks, node, tree.take_due(kept, self.interval)))
 
+    def finish(self, key: tuple[int, int]) -> None:
+        """End a request. It may have ended before for lack of blocks."""
+        for request in [running for running in self.running if running.key == key]:
+            self.running.remove(request)
+            self._finish(request)
+
     def _finish(self, request: Running) -> None:
         tree = self.tree
         end = tree.insert(request.node, request.keys, request.blocks, request.pending)
-        if (weight := self.weights.get(request.key)) is not None and end.snapshot:
-            tree.registry.hint(end.snapshot, Hint(weight, ""))
+        if (given := self.hints.get(request.key)) is not None and end.snapshot:
+            until = None if given.seconds is None else self.seconds + given.seconds
+            tree.registry.hint(end.snapshot, Hint(given.weight, ""), until)
         tree.block_pool.give_back(request.blocks[end.end :].tolist())
         tree.unlock(request.node)
 

@@ -9,7 +9,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from support.prefix_tree import BLOCK, Request, TreeServer, hints, without_a_server
 
 from benchmarks.agent_trace import load
-from benchmarks.prefix_simulation import KINDS, NO_HINTS, RANDOM, RIGHT, WRONG, hint_weights, simulate
+from benchmarks import prefix_simulation
+from benchmarks.prefix_simulation import KINDS, RANDOM, simulate
+from benchmarks.tool_pauses import NO_HINTS, RIGHT, WRONG
 from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, LEAST_JUDGED, Hint, HintTrust
 from dsv4_sglang.srt.prefix_cache.hints import hints_of
@@ -239,7 +241,7 @@ def test_what_waits_for_its_judgement_is_bounded() -> None:
 def test_wrong_hints_cost_few_hits_and_right_ones_gain(gigabytes: float, gain: float) -> None:
     """Agents at about 1, 2 and 5 times the cache."""
     turns = load(150, 8, tokens=(2_000, 80_000), generate=(8, 64))
-    hits = {kind: simulate(turns, gigabytes, weights=hint_weights(turns, kind))["hit"] for kind in KINDS}
+    hits = {kind: simulate(turns, gigabytes, hints=prefix_simulation.hints_of(turns, kind))["hit"] for kind in KINDS}
     assert hits[WRONG] >= 0.98 * hits[NO_HINTS] <= hits[RANDOM]
     assert hits[RIGHT] >= gain * hits[NO_HINTS]
 
