@@ -176,7 +176,7 @@ class Simulation:
         end = tree.insert(request.node, request.keys, request.blocks, request.pending)
         if (given := self.hints.get(request.key)) is not None and end.snapshot:
             until = None if given.seconds is None else self.seconds + given.seconds
-            tree.registry.hint(end.snapshot, Hint(given.weight, ""), until)
+            tree.registry.hint(end.snapshot, Hint(given.weight, "", given.seconds or 0.0), until)
         tree.block_pool.give_back(request.blocks[end.end :].tolist())
         tree.unlock(request.node)
 

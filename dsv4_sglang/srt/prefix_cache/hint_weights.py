@@ -21,6 +21,7 @@ RETAIN_TRUST, DEMOTE_TRUST = 0.75, 0.95
 
 # A conversation that does not return within this multiple of the mean wait between uses is judged as ended.
 MOST_WAITS = 3
+REMEMBERED = 4
 
 # Most tenants whose hints are judged. The one judged longest ago is forgotten, and has to prove itself again.
 MOST_TENANTS = 1024
@@ -36,6 +37,7 @@ class Hint(NamedTuple):
 
     weight: float
     tenant: str
+    seconds: float = 0.0
 
 
 class HintTrust:
@@ -45,6 +47,17 @@ class HintTrust:
     def __init__(self) -> None:
         # (hints that were judged, share that came true): the mean at first, then a moving average.
         self._shares: dict[tuple[str, bool], tuple[int, float]] = {}
+        self._paces: dict[str, tuple[float, float]] = {}
+
+    def came_true(self, hint: Hint, wait: float) -> None:
+        if hint.seconds:
+            kept = 1 - 1 / TRUST_MEMORY
+            waits, seconds = self._paces.get(hint.tenant, (0.0, 0.0))
+            self._paces[hint.tenant] = waits * kept + wait, seconds * kept + hint.seconds
+
+    def expected_wait(self, hint: Hint) -> float:
+        waits, seconds = self._paces.get(hint.tenant, (0.0, 0.0))
+        return hint.seconds * waits / seconds if seconds else 0.0
 
     def judge(self, hint: Hint, *, returned: bool) -> None:
         """Count whether the conversation of a hint returned."""
@@ -61,10 +74,10 @@ class HintTrust:
 
 
 class Evicted(NamedTuple):
-    """Hint on an evicted end of a conversation. `at`: time of the eviction in admitted requests."""
+    """Hint on an evicted end of a conversation. `last`: last use of the conversation, in admitted requests."""
 
     hint: Hint
-    at: int
+    last: int
 
 
 class HintWeights:
@@ -78,12 +91,15 @@ class HintWeights:
     def __init__(self, size: int) -> None:
         """`size`: numbers of snapshots, with 0."""
         self.weight = np.ones(size, dtype=np.float64)
+        self.expected = np.zeros(size, dtype=np.float64)
         self.trust = HintTrust()
         self._hints: dict[int, Hint] = {}
         # Snapshots whose hint ends at a time, by that time in seconds.
         self._ends = Ranking()
         # Hints that wait for their judgement, by path hash. The oldest eviction is the first.
         self._evicted: dict[int, Evicted] = {}
+        # Path hashes of those that end at a time, by that time, and of the others, by the time of their eviction.
+        self._evicted_ends, self._evicted_at = Ranking(), Ranking()
 
     def give(self, number: int, hint: Hint, until: float | None) -> bool:
         """Give a snapshot a hint, which replaces an earlier one. Return False if it is not trusted.
@@ -99,11 +115,12 @@ class HintWeights:
             self._ends.put(number, until)
         if trusted := self.trust.trusts(hint):
             self.weight[number] = hint.weight
+            self.expected[number] = self.trust.expected_wait(hint)
         return trusted
 
     def drop(self, number: int) -> Hint | None:
         """End the hint of a snapshot without an outcome. Return it, or None without a hint."""
-        self.weight[number] = 1.0
+        self.weight[number], self.expected[number] = 1.0, 0.0
         self._ends.drop(number)
         return self._hints.pop(number, None)
 
@@ -111,18 +128,20 @@ class HintWeights:
         """Give the hint of a snapshot to its new number."""
         end = self._ends.key(number)
         self.weight[to], self.weight[number] = self.weight[number], 1.0
+        self.expected[to], self.expected[number] = self.expected[number], 0.0
         self._ends.drop(number)
         if end is not None:
             self._ends.put(to, end)
         if (hint := self._hints.pop(number, None)) is not None:
             self._hints[to] = hint
 
-    def used(self, number: int) -> None:
+    def used(self, number: int, wait: float) -> None:
         """Judge and end the hint of a snapshot from which a request resumes."""
         if (hint := self.drop(number)) is not None:
             self.trust.judge(hint, returned=True)
+            self.trust.came_true(hint, wait)
 
-    def evicted(self, number: int, path_hash: int, now: int) -> None:
+    def evicted(self, number: int, path_hash: int, now: int, last: int) -> None:
         """End the hint of an evicted snapshot. It is judged later.
 
         Args:
@@ -130,11 +149,22 @@ class HintWeights:
             path_hash: hash of its token path. 0 if its conversation does not end there; it is not judged then.
             now: time in admitted requests.
         """
+        end = self._ends.key(number)
         if (hint := self.drop(number)) is not None and path_hash:
-            self._evicted.pop(path_hash, None)
-            self._evicted[path_hash] = Evicted(hint, now)
-            if len(self._evicted) >= len(self.weight):
-                del self._evicted[next(iter(self._evicted))]
+            self._take(path_hash)
+            self._evicted[path_hash] = Evicted(hint, last)
+            if end is None:
+                self._evicted_at.put(path_hash, now)
+            else:
+                self._evicted_ends.put(path_hash, end)
+            if len(self._evicted) > REMEMBERED * len(self.weight):
+                self._take(next(iter(self._evicted)))
+
+    def _take(self, path_hash: int) -> Evicted | None:
+        """Remove and return the hint of an evicted conversation, or return None without one."""
+        self._evicted_at.drop(path_hash)
+        self._evicted_ends.drop(path_hash)
+        return self._evicted.pop(path_hash, None)
 
     def returned(self, path_hashes: Iterable[int], now: int, mean_wait: float) -> None:
         """Judge the hint of an evicted conversation that a request recomputes, and of those that stayed away too long.
@@ -145,15 +175,13 @@ class HintWeights:
             mean_wait: mean time between uses, 0 if unknown.
         """
         for path_hash in path_hashes if self._evicted else ():
-            if (found := self._evicted.pop(path_hash, None)) is not None:
+            if (found := self._take(path_hash)) is not None:
                 self.trust.judge(found.hint, returned=True)
+                self.trust.came_true(found.hint, now - found.last)
                 break
-        while self._evicted and mean_wait:
-            path_hash, (hint, at) = next(iter(self._evicted.items()))
-            if now - at < MOST_WAITS * mean_wait:
-                return
-            del self._evicted[path_hash]
-            self.trust.judge(hint, returned=False)
+        while mean_wait and (first := self._evicted_at.first()) and now - first[0] >= MOST_WAITS * mean_wait:
+            if (found := self._take(first[1])) is not None:
+                self.trust.judge(found.hint, returned=False)
 
     def expire(self, now: float) -> list[int]:
         """End the hints whose time is over, and judge them as unused. Return their snapshots."""
@@ -163,4 +191,7 @@ class HintWeights:
             if (hint := self.drop(number)) is not None:
                 self.trust.judge(hint, returned=False)
             ended.append(number)
+        while (first := self._evicted_ends.first()) is not None and first[0] <= now:
+            if (found := self._take(first[1])) is not None:
+                self.trust.judge(found.hint, returned=False)
         return ended

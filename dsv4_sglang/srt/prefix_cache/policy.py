@@ -60,7 +60,7 @@ class EvictionPolicy:
     # Values
 
     def _interval(self, number: int) -> float:
-        return float(self.registry.interval[number])
+        return float(self.registry.hints.expected[number] or self.registry.interval[number])
 
     def _cost(self, number: int) -> float:
         """Return the element of `recompute_cost` for one snapshot."""
@@ -83,6 +83,8 @@ class EvictionPolicy:
         """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, divided by the
         weights of their hints, float64."""
         last, known = self.registry.last[at], self.registry.interval[at]
+        expected = self.registry.hints.expected[at]
+        known = np.where(expected > 0, expected, known)
         # In place, because the columns of a large registry do not fit into the processor's caches.
         expected = np.where(known > 0, known, self.registry.reuse.mean_interval)
         np.maximum(expected, self.registry.now - last, out=expected)

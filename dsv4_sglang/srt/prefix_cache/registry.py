@@ -125,7 +125,7 @@ class SnapshotRegistry:
             self.reuse.wait_ended(float(self.now - self.last[slot]), reused=False)
             if path_hash:
                 self.reuse.remember(path_hash, int(self.last[slot]))
-        self.hints.evicted(slot, path_hash, self.now)
+        self.hints.evicted(slot, path_hash, self.now, int(self.last[slot]))
         following, previous = list(self.following(slot)), int(self.previous[slot])
         for number in following:
             self._count(number, self._tokens_of(slot), 0)
@@ -196,12 +196,14 @@ class SnapshotRegistry:
         if not self.followers[slot]:
             self.reuse.wait_ended(since, reused=True)
         self.last[slot] = self.now
-        self.hints.used(slot)
+        self.hints.used(slot, since) if not self.followers[slot] else self.hints.drop(slot)
         self.policy.changed(slot)
         return since
 
     def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
         """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""
+        if self.followers[slot]:
+            return False
         self.changes += 1
         trusted = self.hints.give(slot, hint, until)
         self.policy.changed(slot)
