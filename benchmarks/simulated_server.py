@@ -174,9 +174,10 @@ class Simulation:
     def _finish(self, request: Running) -> None:
         tree = self.tree
         end = tree.insert(request.node, request.keys, request.blocks, request.pending)
-        if (given := self.hints.get(request.key)) is not None and end.snapshot:
+        given, registry = self.hints.get(request.key), tree.registry
+        if given is not None and end.snapshot and registry.ends_branch(end.snapshot):
             until = None if given.seconds is None else self.seconds + given.seconds
-            tree.registry.hint(end.snapshot, Hint(given.weight, "", given.seconds or 0.0), until)
+            registry.hint(end.snapshot, Hint(given.weight, "", given.seconds or 0.0), until)
         tree.block_pool.give_back(request.blocks[end.end :].tolist())
         tree.unlock(request.node)
 

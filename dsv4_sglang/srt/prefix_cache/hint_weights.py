@@ -1,4 +1,4 @@
-"""Weights that hints of requests give to snapshots, and how far the hints of a tenant are trusted."""
+"""Weights and expected waits that hints of requests give to snapshots, and the trust in the hints of a tenant."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ TRUST_MEMORY, LEAST_JUDGED = 64, 16
 # wrong demotion costs more, and most traffic has conversations that do not return, so it needs more evidence.
 RETAIN_TRUST, DEMOTE_TRUST = 0.75, 0.95
 
-# A conversation that does not return within this multiple of the mean wait between uses is judged as ended.
+# An evicted conversation that does not return within this multiple of the mean wait between uses, or of the wait that
+# its hint lets expect, is judged as ended.
 MOST_WAITS = 3
-REMEMBERED = 4
+
+# Least variance of `seconds` over which waits are fitted, as a share of their mean square. Less is rounding.
+LEAST_VARIANCE = 1e-6
 
 # Most tenants whose hints are judged. The one judged longest ago is forgotten, and has to prove itself again.
 MOST_TENANTS = 1024
@@ -33,6 +36,7 @@ class Hint(NamedTuple):
     Attributes:
         weight: factor on the value of the snapshot: above 1 retains it, below 1 demotes it.
         tenant: `cache_salt` of its request, empty without one.
+        seconds: time within which the conversation returns. 0: unknown.
     """
 
     weight: float
@@ -47,17 +51,6 @@ class HintTrust:
     def __init__(self) -> None:
         # (hints that were judged, share that came true): the mean at first, then a moving average.
         self._shares: dict[tuple[str, bool], tuple[int, float]] = {}
-        self._paces: dict[str, tuple[float, float]] = {}
-
-    def came_true(self, hint: Hint, wait: float) -> None:
-        if hint.seconds:
-            kept = 1 - 1 / TRUST_MEMORY
-            waits, seconds = self._paces.get(hint.tenant, (0.0, 0.0))
-            self._paces[hint.tenant] = waits * kept + wait, seconds * kept + hint.seconds
-
-    def expected_wait(self, hint: Hint) -> float:
-        waits, seconds = self._paces.get(hint.tenant, (0.0, 0.0))
-        return hint.seconds * waits / seconds if seconds else 0.0
 
     def judge(self, hint: Hint, *, returned: bool) -> None:
         """Count whether the conversation of a hint returned."""
@@ -73,33 +66,74 @@ class HintTrust:
         return judged >= LEAST_JUDGED and share >= (RETAIN_TRUST if hint.weight > 1 else DEMOTE_TRUST)
 
 
+class ExpectedWaits:
+    """Expected waits of retained conversations, by tenant: a line fitted to the waits of earlier ones that returned,
+    over the `seconds` of their hints.
+
+    `seconds` is an upper limit, so tenants differ in how long their conversations wait in relation to it. The slope is
+    at least 0, where all conversations are expected after the mean wait, and at most the ratio of the means, where
+    waits are proportional to `seconds`. Seconds that say nothing about the wait, or the opposite, thus have no effect.
+    """
+
+    def __init__(self) -> None:
+        # By tenant: number of returns, and the averages of seconds s, wait w, s * s and s * w.
+        self._fits: dict[str, tuple[int, float, float, float, float]] = {}
+
+    def returned(self, hint: Hint, wait: float) -> None:
+        """Count the wait of a retained conversation, in admitted requests."""
+        if not (s := hint.seconds):
+            return
+        count, *means = self._fits.pop(hint.tenant, (0, 0.0, 0.0, 0.0, 0.0))
+        count = min(count + 1, TRUST_MEMORY)
+        s1, w1, ss, sw = (mean + (new - mean) / count for mean, new in zip(means, (s, wait, s * s, s * wait)))
+        self._fits[hint.tenant] = count, s1, w1, ss, sw
+        if len(self._fits) > MOST_TENANTS:
+            del self._fits[next(iter(self._fits))]
+
+    def of(self, hint: Hint) -> float:
+        """Return the expected wait in admitted requests, or 0 if nothing is known."""
+        if not hint.seconds or hint.tenant not in self._fits:
+            return 0.0
+        _, s, w, ss, sw = self._fits[hint.tenant]
+        variance = ss - s * s
+        slope = (sw - s * w) / variance if variance > LEAST_VARIANCE * ss else 0.0
+        return w + min(max(slope, 0.0), w / s) * (hint.seconds - s)
+
+
 class Evicted(NamedTuple):
-    """Hint on an evicted end of a conversation. `last`: last use of the conversation, in admitted requests."""
+    """Hint on an evicted end of a conversation. `last`: last use of the snapshot, in admitted requests."""
 
     hint: Hint
     last: int
 
 
 class HintWeights:
-    """Hints on the snapshots of a registry, and the weights that follow from them.
+    """Hints on the snapshots of a registry, and the weights and expected waits that follow from them.
 
     A hint ends when a request resumes from the snapshot, when its time is over, or with the snapshot. Hints are judged
     by whether the conversation returns (`HintTrust`), also after its eviction. A hint that is not trusted is judged,
     but does not change the weight: wrong hints cost nothing.
     """
 
-    def __init__(self, size: int) -> None:
-        """`size`: numbers of snapshots, with 0."""
+    def __init__(self, size: int, most_evicted: int) -> None:
+        """Create the columns without hints.
+
+        Args:
+            size: numbers of snapshots, with 0.
+            most_evicted: hints of evicted conversations that wait for their judgement.
+        """
         self.weight = np.ones(size, dtype=np.float64)
+        # Expected wait from the last use on, in admitted requests. 0: it is not known from a hint.
         self.expected = np.zeros(size, dtype=np.float64)
-        self.trust = HintTrust()
+        self.trust, self.waits = HintTrust(), ExpectedWaits()
+        self._most_evicted = most_evicted
         self._hints: dict[int, Hint] = {}
         # Snapshots whose hint ends at a time, by that time in seconds.
         self._ends = Ranking()
         # Hints that wait for their judgement, by path hash. The oldest eviction is the first.
         self._evicted: dict[int, Evicted] = {}
-        # Path hashes of those that end at a time, by that time, and of the others, by the time of their eviction.
-        self._evicted_ends, self._evicted_at = Ranking(), Ranking()
+        # Their path hashes by the time at which they are judged as unused, in admitted requests.
+        self._evicted_ends = Ranking()
 
     def give(self, number: int, hint: Hint, until: float | None) -> bool:
         """Give a snapshot a hint, which replaces an earlier one. Return False if it is not trusted.
@@ -114,8 +148,7 @@ class HintWeights:
         if until is not None:
             self._ends.put(number, until)
         if trusted := self.trust.trusts(hint):
-            self.weight[number] = hint.weight
-            self.expected[number] = self.trust.expected_wait(hint)
+            self.weight[number], self.expected[number] = hint.weight, self.waits.of(hint)
         return trusted
 
     def drop(self, number: int) -> Hint | None:
@@ -136,52 +169,57 @@ class HintWeights:
             self._hints[to] = hint
 
     def used(self, number: int, wait: float) -> None:
-        """Judge and end the hint of a snapshot from which a request resumes."""
-        if (hint := self.drop(number)) is not None:
-            self.trust.judge(hint, returned=True)
-            self.trust.came_true(hint, wait)
+        """Judge and end the hint of a snapshot from which its conversation continues.
 
-    def evicted(self, number: int, path_hash: int, now: int, last: int) -> None:
+        Args:
+            number: the snapshot.
+            wait: time since its last use in admitted requests.
+        """
+        if (hint := self.drop(number)) is not None:
+            self._came_back(hint, wait)
+
+    def evicted(self, number: int, path_hash: int, *, last: int, now: int, mean_wait: float) -> None:
         """End the hint of an evicted snapshot. It is judged later.
 
         Args:
             number: the snapshot.
             path_hash: hash of its token path. 0 if its conversation does not end there; it is not judged then.
+            last: time of its last use in admitted requests.
             now: time in admitted requests.
+            mean_wait: mean time between uses, 0 if unknown.
         """
-        end = self._ends.key(number)
-        if (hint := self.drop(number)) is not None and path_hash:
-            self._take(path_hash)
-            self._evicted[path_hash] = Evicted(hint, last)
-            if end is None:
-                self._evicted_at.put(path_hash, now)
-            else:
-                self._evicted_ends.put(path_hash, end)
-            if len(self._evicted) > REMEMBERED * len(self.weight):
-                self._take(next(iter(self._evicted)))
+        if (hint := self.drop(number)) is None or not path_hash:
+            return
+        self._forget(path_hash)
+        self._evicted[path_hash] = Evicted(hint, last)
+        if wait := max(mean_wait, self.waits.of(hint)):
+            self._evicted_ends.put(path_hash, now + MOST_WAITS * wait)
+        if len(self._evicted) > self._most_evicted:
+            self._forget(next(iter(self._evicted)))
 
-    def _take(self, path_hash: int) -> Evicted | None:
-        """Remove and return the hint of an evicted conversation, or return None without one."""
-        self._evicted_at.drop(path_hash)
-        self._evicted_ends.drop(path_hash)
-        return self._evicted.pop(path_hash, None)
-
-    def returned(self, path_hashes: Iterable[int], now: int, mean_wait: float) -> None:
+    def returned(self, path_hashes: Iterable[int], now: int) -> None:
         """Judge the hint of an evicted conversation that a request recomputes, and of those that stayed away too long.
 
         Args:
             path_hashes: hashes of the recomputed prefixes, longest first. Only the first one with a hint counts.
             now: time in admitted requests.
-            mean_wait: mean time between uses, 0 if unknown.
         """
         for path_hash in path_hashes if self._evicted else ():
-            if (found := self._take(path_hash)) is not None:
-                self.trust.judge(found.hint, returned=True)
-                self.trust.came_true(found.hint, now - found.last)
+            if (found := self._forget(path_hash)) is not None:
+                self._came_back(found.hint, now - found.last)
                 break
-        while mean_wait and (first := self._evicted_at.first()) and now - first[0] >= MOST_WAITS * mean_wait:
-            if (found := self._take(first[1])) is not None:
+        while (first := self._evicted_ends.first()) is not None and first[0] <= now:
+            if (found := self._forget(first[1])) is not None:
                 self.trust.judge(found.hint, returned=False)
+
+    def _forget(self, path_hash: int) -> Evicted | None:
+        """Remove and return the hint of an evicted conversation, or return None without one."""
+        self._evicted_ends.drop(path_hash)
+        return self._evicted.pop(path_hash, None)
+
+    def _came_back(self, hint: Hint, wait: float) -> None:
+        self.trust.judge(hint, returned=True)
+        self.waits.returned(hint, wait)
 
     def expire(self, now: float) -> list[int]:
         """End the hints whose time is over, and judge them as unused. Return their snapshots."""
@@ -191,7 +229,4 @@ class HintWeights:
             if (hint := self.drop(number)) is not None:
                 self.trust.judge(hint, returned=False)
             ended.append(number)
-        while (first := self._evicted_ends.first()) is not None and first[0] <= now:
-            if (found := self._take(first[1])) is not None:
-                self.trust.judge(found.hint, returned=False)
         return ended

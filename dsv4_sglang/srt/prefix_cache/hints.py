@@ -107,10 +107,13 @@ def apply_hints(cache: PrefixCache, req: Req, node: Any) -> None:
             pinned = number and cache.pins.pin(key, node, cache.now + hints.pin.seconds)
             outcomes.append(PIN if pinned else LOST)
     if hints.retain is not None or hints.demote is not None:
-        weight, until = DEMOTED, None
-        if hints.retain is not None:
-            weight, until = float(hints.retain.weight), cache.now + hints.retain.seconds
-        trusted = number and component.slots.registry.hint(number, Hint(weight, tenant), until)
-        outcomes.append((DEMOTE if until is None else RETAIN) if trusted else UNTRUSTED if number else LOST)
+        hint, until, kind = Hint(DEMOTED, tenant), None, DEMOTE
+        if (retain := hints.retain) is not None:
+            hint = Hint(float(retain.weight), tenant, float(retain.seconds))
+            until, kind = cache.now + retain.seconds, RETAIN
+        if not number or not (registry := component.slots.registry).ends_branch(number):
+            outcomes.append(LOST)
+        else:
+            outcomes.append(kind if registry.hint(number, hint, until) else UNTRUSTED)
     for outcome in outcomes:
         component.metrics.add("hints", value=outcome)

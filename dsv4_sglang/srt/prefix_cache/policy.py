@@ -34,11 +34,12 @@ class EvictionPolicy:
         value          = recompute_cost x probability of reuse x weight
         recompute_cost = (length - length of `previous`) x (SUPERSEDED if a later snapshot is on the branch, else 1)
         probability    ~ 1 / reuse_interval
-        reuse_interval = max(age, interval of the branch, or the mean interval while the branch was never reused)
+        reuse_interval = max(age, wait that a hint lets expect, or interval of the branch, or the mean interval while
+                         the branch was never reused)
 
     `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
     taken or last resumed from. `interval` is a moving average of the times between uses of the branch, and the mean is
-    that of `ReuseEstimate`. `weight` is that of a hint (`HintWeights`), else 1. The code compares the reciprocal of the
+    that of `ReuseEstimate`. `weight` and the expected wait are those of a hint (`HintWeights`); without one, the weight is 1. The code compares the reciprocal of the
     value, `eviction_score`: the highest score is evicted first. Blocks are evicted by `reuse_interval` divided by
     `weight`, since every block saves the same number of tokens.
 
@@ -82,11 +83,10 @@ class EvictionPolicy:
     def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, divided by the
         weights of their hints, float64."""
-        last, known = self.registry.last[at], self.registry.interval[at]
-        expected = self.registry.hints.expected[at]
-        known = np.where(expected > 0, expected, known)
+        last, known, hinted = self.registry.last[at], self.registry.interval[at], self.registry.hints.expected[at]
         # In place, because the columns of a large registry do not fit into the processor's caches.
         expected = np.where(known > 0, known, self.registry.reuse.mean_interval)
+        np.copyto(expected, hinted, where=hinted > 0)
         np.maximum(expected, self.registry.now - last, out=expected)
         np.maximum(expected, 1.0, out=expected)
         expected *= 1 + TIE * last
