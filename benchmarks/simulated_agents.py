@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections import deque
 from collections.abc import Iterator
 from itertools import count as counter
 
+from benchmarks import tool_pauses
 from benchmarks.agent_trace import Turn
-from benchmarks.simulated_server import Given, Simulation
-from benchmarks.tool_pauses import Load
-from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED
+from benchmarks.simulated_server import Simulation
+from benchmarks.tool_pauses import MARGIN, PAUSES, RIGHT, WRONG, Load
+from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED, Hint
+
+# Further kinds of hints: right or wrong ones at random, right ones that all have the seconds of the longest pause, and
+# right ones whose seconds are many after a short pause and few after a long one.
+RANDOM, EQUAL, MISLEADING = "random", "equal", "misleading"
+KINDS = (*tool_pauses.KINDS, RANDOM, EQUAL, MISLEADING)
 
 # Tokens a second of prefill, one request at a time, and seconds of a decode step.
 PREFILL, DECODE = 14_000, 0.006
@@ -25,13 +33,14 @@ class SimulatedAgents:
     """Runs agents on a simulation until the time of the load is over. Turns are admitted in order of arrival."""
 
     def __init__(self, simulation: Simulation, load: Load, kind: str) -> None:
-        """`kind`: hints of the agents, one of `tool_pauses.KINDS`."""
+        """`kind`: hints of the agents, one of KINDS."""
         self.simulation, self.load, self.kind = simulation, load, kind
         self._conversations, self._order = counter(), counter()
         # (time, order, agent that continues, turn that ends then).
         self._events: list[tuple[float, int, Agent, Turn | None]] = []
         self._waiting: deque[tuple[Turn, Agent]] = deque()
         self._running = 0
+        self._rng = random.Random(0)
         # The time, that of the next look at the clock, and that at which all admitted prompts are computed.
         self._now = self._clock = self._prefilled = 0.0
 
@@ -55,11 +64,22 @@ class SimulatedAgents:
             for turn, pause in turns:
                 if self._now > self.load.seconds:
                     return
-                if (hint := self.load.hint(self.kind, pause, last=turn is turns[-1][0])) is not None:
-                    payload = hint[1]
-                    self.simulation.hints[turn.key] = Given(payload.get("weight", DEMOTED), payload.get("seconds"))
+                self._hint(turn, pause, last=turn is turns[-1][0])
                 yield turn
                 yield pause
+
+    def _hint(self, turn: Turn, pause: float, *, last: bool) -> None:
+        kind = self.kind if self.kind in tool_pauses.KINDS else RIGHT
+        if self.kind == RANDOM:
+            kind = self._rng.choice((RIGHT, WRONG))
+        if (hint := self.load.hint(kind, pause, last=last)) is None:
+            return
+        seconds = hint[1].get("seconds", 0)
+        if seconds and self.kind == EQUAL:
+            seconds = math.ceil(MARGIN * PAUSES[1])
+        elif seconds and self.kind == MISLEADING:
+            seconds = math.ceil(pause) + 1 if pause > math.sqrt(math.prod(PAUSES)) else 1000
+        self.simulation.hints[turn.key] = Hint(hint[1].get("weight", DEMOTED), "", seconds)
 
     def _continue(self, agent: Agent) -> None:
         wanted = next(agent, None)

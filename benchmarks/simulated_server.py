@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,18 +21,6 @@ from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
 CONCURRENCY = 16
 # Blocks of a hash id of a trace file.
 PARTS = HASH_BLOCK // BLOCK
-
-
-class Given(NamedTuple):
-    """Hint of a turn.
-
-    Attributes:
-        weight: factor on the value of its conversation.
-        seconds: how long it holds. None: until the conversation continues.
-    """
-
-    weight: float
-    seconds: float | None = None
 
 
 @dataclass
@@ -66,11 +53,10 @@ class Simulation:
         *,
         concurrency: int = CONCURRENCY,
         policy: type[EvictionPolicy] = EvictionPolicy,
-        hints: Mapping[tuple[int, int], Given] | None = None,
     ) -> None:
-        """`hints`: those of turns, by key."""
-        self.hints = dict(hints or {})
-        # Time of the hints.
+        # Hints on the ends of turns, by key.
+        self.hints: dict[tuple[int, int], Hint] = {}
+        # Time in seconds, for hints.
         self.seconds = 0.0
         self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots, first=1))
         self.tree.registry = SnapshotRegistry(snapshots, policy=policy)
@@ -166,7 +152,7 @@ class Simulation:
         self.running.append(Running(key, keys, blocks, node, tree.take_due(kept, self.interval)))
 
     def finish(self, key: tuple[int, int]) -> None:
-        """End a request. It may have ended before for lack of blocks."""
+        """End a request, unless it ended before for lack of blocks."""
         for request in [running for running in self.running if running.key == key]:
             self.running.remove(request)
             self._finish(request)
@@ -174,10 +160,9 @@ class Simulation:
     def _finish(self, request: Running) -> None:
         tree = self.tree
         end = tree.insert(request.node, request.keys, request.blocks, request.pending)
-        given, registry = self.hints.get(request.key), tree.registry
-        if given is not None and end.snapshot and registry.ends_branch(end.snapshot):
-            until = None if given.seconds is None else self.seconds + given.seconds
-            registry.hint(end.snapshot, Hint(given.weight, "", given.seconds or 0.0), until)
+        hint, registry = self.hints.get(request.key), tree.registry
+        if hint is not None and end.snapshot and registry.ends_branch(end.snapshot):
+            registry.hint(end.snapshot, hint, self.seconds + hint.seconds if hint.seconds else None)
         tree.block_pool.give_back(request.blocks[end.end :].tolist())
         tree.unlock(request.node)
 

@@ -27,6 +27,11 @@ PAUSES = 5.0, 120.0
 MARGIN = 2
 
 
+def agent_lengths(seed: int, tokens: tuple[int, int] = (2_000, 12_000)) -> TraceConfig:
+    """Return the lengths of the agents' conversations. `tokens`: smallest and largest length of a conversation."""
+    return TraceConfig(conversations=0, active=0, seed=seed, turns=(4, 16), tokens=tokens, systems=(512, 1024))
+
+
 @dataclass(frozen=True)
 class Load:
     """Load of tool-using agents.

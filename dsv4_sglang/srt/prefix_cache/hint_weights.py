@@ -101,10 +101,17 @@ class ExpectedWaits:
 
 
 class Evicted(NamedTuple):
-    """Hint on an evicted end of a conversation. `last`: last use of the snapshot, in admitted requests."""
+    """Hint on an evicted end of a conversation. Times are in admitted requests.
+
+    Attributes:
+        hint: the hint.
+        last: last use of the snapshot.
+        at: time of the eviction.
+    """
 
     hint: Hint
     last: int
+    at: int
 
 
 class HintWeights:
@@ -132,7 +139,7 @@ class HintWeights:
         self._ends = Ranking()
         # Hints that wait for their judgement, by path hash. The oldest eviction is the first.
         self._evicted: dict[int, Evicted] = {}
-        # Their path hashes by the time at which they are judged as unused, in admitted requests.
+        # Their path hashes by the earliest time at which they are judged as unused, in admitted requests.
         self._evicted_ends = Ranking()
 
     def give(self, number: int, hint: Hint, until: float | None) -> bool:
@@ -178,7 +185,7 @@ class HintWeights:
         if (hint := self.drop(number)) is not None:
             self._came_back(hint, wait)
 
-    def evicted(self, number: int, path_hash: int, *, last: int, now: int, mean_wait: float) -> None:
+    def evicted(self, number: int, path_hash: int, *, last: int, now: int) -> None:
         """End the hint of an evicted snapshot. It is judged later.
 
         Args:
@@ -186,31 +193,34 @@ class HintWeights:
             path_hash: hash of its token path. 0 if its conversation does not end there; it is not judged then.
             last: time of its last use in admitted requests.
             now: time in admitted requests.
-            mean_wait: mean time between uses, 0 if unknown.
         """
         if (hint := self.drop(number)) is None or not path_hash:
             return
         self._forget(path_hash)
-        self._evicted[path_hash] = Evicted(hint, last)
-        if wait := max(mean_wait, self.waits.of(hint)):
-            self._evicted_ends.put(path_hash, now + MOST_WAITS * wait)
+        self._evicted[path_hash] = Evicted(hint, last, now)
+        self._evicted_ends.put(path_hash, now + MOST_WAITS * self.waits.of(hint))
         if len(self._evicted) > self._most_evicted:
             self._forget(next(iter(self._evicted)))
 
-    def returned(self, path_hashes: Iterable[int], now: int) -> None:
+    def returned(self, path_hashes: Iterable[int], now: int, mean_wait: float) -> None:
         """Judge the hint of an evicted conversation that a request recomputes, and of those that stayed away too long.
 
         Args:
             path_hashes: hashes of the recomputed prefixes, longest first. Only the first one with a hint counts.
             now: time in admitted requests.
+            mean_wait: mean time between uses, 0 if unknown.
         """
         for path_hash in path_hashes if self._evicted else ():
             if (found := self._forget(path_hash)) is not None:
                 self._came_back(found.hint, now - found.last)
                 break
-        while (first := self._evicted_ends.first()) is not None and first[0] <= now:
-            if (found := self._forget(first[1])) is not None:
-                self.trust.judge(found.hint, returned=False)
+        while mean_wait and (first := self._evicted_ends.first()) is not None and first[0] <= now:
+            hint, _, at = self._evicted[path_hash := first[1]]
+            if (end := at + MOST_WAITS * max(mean_wait, self.waits.of(hint))) > now:
+                self._evicted_ends.put(path_hash, end)
+            else:
+                self._forget(path_hash)
+                self.trust.judge(hint, returned=False)
 
     def _forget(self, path_hash: int) -> Evicted | None:
         """Remove and return the hint of an evicted conversation, or return None without one."""

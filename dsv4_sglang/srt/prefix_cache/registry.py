@@ -125,8 +125,7 @@ class SnapshotRegistry:
             self.reuse.wait_ended(float(self.now - self.last[slot]), reused=False)
             if path_hash:
                 self.reuse.remember(path_hash, int(self.last[slot]))
-        last, mean_wait = int(self.last[slot]), self.reuse.mean_reuse_wait
-        self.hints.evicted(slot, path_hash, last=last, now=self.now, mean_wait=mean_wait)
+        self.hints.evicted(slot, path_hash, last=int(self.last[slot]), now=self.now)
         following, previous = list(self.following(slot)), int(self.previous[slot])
         for number in following:
             self._count(number, self._tokens_of(slot), 0)
@@ -226,7 +225,7 @@ class SnapshotRegistry:
             The time since the last use of the longest evicted path. 0 if none is remembered.
         """
         path_hashes = list(path_hashes)
-        self.hints.returned(path_hashes, self.now)
+        self.hints.returned(path_hashes, self.now, self.reuse.typical_wait())
         since = self.reuse.ghost_hit(path_hashes, self.now)
         if since is None:
             return 0.0
