@@ -119,7 +119,7 @@ class HintWeights:
 
     A hint ends when a request resumes from the snapshot, when its time is over, or with the snapshot. Hints are judged
     by whether the conversation returns (`HintTrust`), also after its eviction. A hint that is not trusted is judged,
-    but does not change the weight: wrong hints cost nothing.
+    but changes nothing: wrong hints cost nothing.
     """
 
     def __init__(self, size: int, most_evicted: int) -> None:

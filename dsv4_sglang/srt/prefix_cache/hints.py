@@ -28,7 +28,8 @@ Seconds = Annotated[int, msgspec.Meta(ge=1, le=MOST_SECONDS)]
 
 
 class Retain(msgspec.Struct, forbid_unknown_fields=True):
-    """Payload of `retain`: multiply the value of the conversation by `weight` for some seconds.
+    """Payload of `retain`: the conversation returns within some seconds. Until then its value is multiplied by
+    `weight`, and its wait is expected from `seconds` (`ExpectedWaits`).
 
     The number of different weights is small, because an eviction compares the oldest snapshots of each. Retaining
     conversations at random costs up to 1 % of the hits with a weight of 2, and 4 % with 8

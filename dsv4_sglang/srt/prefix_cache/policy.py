@@ -34,14 +34,13 @@ class EvictionPolicy:
         value          = recompute_cost x probability of reuse x weight
         recompute_cost = (length - length of `previous`) x (SUPERSEDED if a later snapshot is on the branch, else 1)
         probability    ~ 1 / reuse_interval
-        reuse_interval = max(age, wait that a hint lets expect, or interval of the branch, or the mean interval while
-                         the branch was never reused)
+        reuse_interval = max(age, interval of the branch, or the mean interval while the branch was never reused)
 
     `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
     taken or last resumed from. `interval` is a moving average of the times between uses of the branch, and the mean is
-    that of `ReuseEstimate`. `weight` and the expected wait are those of a hint (`HintWeights`); without one, the weight is 1. The code compares the reciprocal of the
-    value, `eviction_score`: the highest score is evicted first. Blocks are evicted by `reuse_interval` divided by
-    `weight`, since every block saves the same number of tokens.
+    that of `ReuseEstimate`. A hint (`HintWeights`) replaces both by the wait that it lets expect, and has a `weight`,
+    else 1. The code compares the reciprocal of the value, `eviction_score`: the highest score is evicted first. Blocks
+    are evicted by `reuse_interval` divided by `weight`, since every block saves the same number of tokens.
 
     A branch with an interval too long for the pool is thus evicted before branches that the pool can hold. Before the
     first reuse all intervals are unknown, and the oldest snapshots stay.
