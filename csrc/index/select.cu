@@ -959,12 +959,8 @@ cudaError_t launch_select(Params p, bool sm_90, int processors, cudaStream_t str
   if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);
   if (!few && p.width <= 16384) return launch_held<512, 8, 2>(p, sm_90, stream);
   p.cluster = 1;
-  // The blocks of a cluster run in one GPC. Clusters of kMaxCluster blocks leave processors of each GPC unused, so a
-  // GPU that they nearly fill may run some of them only after others.
-  const auto fits = [&](int cluster) {
-    return cluster * p.tokens <= (cluster < kMaxCluster ? processors : processors / 2);
-  };
-  while (sm_90 && p.cluster < kMaxCluster && fits(2 * p.cluster) && p.cluster * kShare < p.width) p.cluster *= 2;
+  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
+    p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
   const auto kernel = p.cluster > 1 ? select_kernel<Params, true, 1>
                       : few         ? select_kernel<Params, false, 2>
