@@ -82,7 +82,7 @@ class Steps:
             metadata = self.backend.init_forward_metadata_for_breakable_cuda_graph_capture(static)
             self.forward(batch, GRAPH_TOKENS)
             metadata.out_loc[: len(batch.positions)].copy_(batch.out_cache_loc)
-        self.backend.prefill_plan = torch.tensor(plan)
+        self.backend.prefill_plan = plan
         if not graph:
             self.backend.init_forward_metadata(batch)
             self.forward(batch, len(batch.positions))
@@ -121,11 +121,22 @@ def test_prefill_snapshot_is_copied_once(monkeypatch: pytest.MonkeyPatch, graph:
     """The second request's snapshot is freed after the step, as that of a duplicate prompt, and the decode step that
     follows stores the first request's state there."""
     steps = Steps(monkeypatch)
-    steps.prefill([0, 0], [127, 129], [[(0, 0)], [(BLOCK, 3)]], graph)
+    steps.prefill([0, 0], [127, 129], [[], [(BLOCK, 3)]], graph)
     window = steps.ring(2)[1:]  # the last token of the prompt overwrote position 0
     assert window.any() and torch.equal(steps.snapshot(3)[1:], window)
     steps.decode([127, 129], [3, 0])
     assert torch.equal(steps.snapshot(3), steps.ring(1)), "another request's state"
+
+
+def test_staging_slots_and_copies_follow_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = Steps(monkeypatch).backend.snapshots
+    first = snapshots.staging_slots.start
+    staged = snapshots.stage([[], [(BLOCK, 3), (2 * BLOCK, 1)], [(3 * BLOCK, 4)]], requests=4)
+    assert staged is not None and snapshots.staged is not None
+    assert staged.staging_slots.tolist() == [[-1, -1], [first, first + 1], [first + 2, -1], [-1, -1]]
+    assert staged.lengths.tolist() == [[0, 0], [BLOCK, 2 * BLOCK], [3 * BLOCK, 0], [0, 0]]
+    assert [part.tolist() for part in snapshots.staged] == [[first, first + 1, first + 2], [3, 1, 4]]
+    assert snapshots.stage(None, requests=4) is None and snapshots.staged is None
 
 
 def test_rope_tables_cover_drafts_of_ended_requests(monkeypatch: pytest.MonkeyPatch) -> None:
