@@ -54,7 +54,7 @@ def pass_plan_to_backend(
 def plan_request(batch: Any, req: Any) -> Any:
     """REPLACE `targets.TRACK_REQUEST`: plan the snapshots of one request."""
     plan = BatchNote.of(batch).prefill_plan
-    room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
+    room = batch.req_to_token_pool.mamba_pool.staging - sum(map(len, plan))
     taken = component_of(batch.tree_cache).planner.plan_prefill(req, room)
     plan.append(taken)
     return track_entry(bool(taken))
