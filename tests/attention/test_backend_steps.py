@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from support.backend import BLOCK, CONTEXT, make_runner
 from torch import Tensor
 
 from dsv4_sglang.cache.append import LayerWeights
+from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.srt.attention import backend as backend_module
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
 from dsv4_sglang.srt.attention.layer_ops import LayerInputs
+from dsv4_sglang.srt.attention.snapshot_writer import SnapshotWriter
 from dsv4_sglang.srt.models import attention
 
 HEADS = 2
@@ -128,14 +131,21 @@ def test_prefill_snapshot_is_copied_once(monkeypatch: pytest.MonkeyPatch, graph:
     assert torch.equal(steps.snapshot(3), steps.ring(1)), "another request's state"
 
 
-def test_staging_slots_and_copies_follow_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshots = Steps(monkeypatch).backend.snapshots
-    first = snapshots.staging_slots.start
-    staged = snapshots.stage([[], [(BLOCK, 3), (2 * BLOCK, 1)], [(3 * BLOCK, 4)]], requests=4)
+def test_staging_slots_and_copies_follow_the_plan(device: torch.device) -> None:
+    """On a GPU, staging does not wait for the device."""
+    state = cast(StateStorage, SimpleNamespace(rings=torch.empty(0, device=device)))
+    snapshots, plan = SnapshotWriter(state, range(5, 9), None), [[], [(BLOCK, 3), (2 * BLOCK, 1)], [(3 * BLOCK, 4)]]
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        staged = snapshots.stage(plan, requests=4)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
     assert staged is not None and snapshots.staged is not None
-    assert staged.staging_slots.tolist() == [[-1, -1], [first, first + 1], [first + 2, -1], [-1, -1]]
+    assert staged.staging_slots.tolist() == [[-1, -1], [5, 6], [7, -1], [-1, -1]]
     assert staged.lengths.tolist() == [[0, 0], [BLOCK, 2 * BLOCK], [3 * BLOCK, 0], [0, 0]]
-    assert [part.tolist() for part in snapshots.staged] == [[first, first + 1, first + 2], [3, 1, 4]]
+    assert [part.tolist() for part in snapshots.staged] == [[5, 6, 7], [3, 1, 4]]
     assert snapshots.stage(None, requests=4) is None and snapshots.staged is None
 
 
