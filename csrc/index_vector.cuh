@@ -1,5 +1,5 @@
-// Operations that index keys and index queries share: RoPE, Hadamard transform, FP4 (SPEC 2.1, 2.5). A warp holds a
-// vector of 128 channels, lane i has channels 4 i .. 4 i + 3.
+// Operations of index keys, which index queries share in part: RoPE, Hadamard transform, FP4 (SPEC 2.1, 2.5). A warp
+// holds a vector of 128 channels, lane i has channels 4 i .. 4 i + 3.
 #pragma once
 
 #include "entries.cuh"
@@ -15,10 +15,17 @@ __device__ __forceinline__ void rotate_pair(float& even, float& odd, float cos, 
   even = e;
 }
 
+constexpr float kHadamardScale = 0.08838834764831845f;  // 128^-0.5
+
+/// Two stages of a Hadamard transform.
+__device__ __forceinline__ void add_and_subtract(float& x0, float& x1, float& x2, float& x3) {
+  const float a = x0 + x1, b = x0 - x1, c = x2 + x3, d = x2 - x3;
+  x0 = a + c, x1 = b + d, x2 = a - c, x3 = b - d;
+}
+
 /// Orthonormal Hadamard transform (Sylvester order).
 __device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
-  float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
-  x[0] = a + c, x[1] = b + d, x[2] = a - c, x[3] = b - d;
+  add_and_subtract(x[0], x[1], x[2], x[3]);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const float sign = lane & step ? -1.0f : 1.0f;
@@ -26,7 +33,7 @@ __device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
     for (int i = 0; i < 4; ++i) x[i] = fmaf(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], step));
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] *= 0.08838834764831845f;  // 128^-0.5
+  for (int i = 0; i < 4; ++i) x[i] *= kHadamardScale;
 }
 
 /// Four channels as multiples of their block's scale.
@@ -60,23 +67,6 @@ __device__ __forceinline__ Scaled scale_blocks(const float (&x)[4], int format) 
     for (int i = 0; i < 4; ++i) result.units[i] = rounded[i] / result.scale;
   }
   return result;
-}
-
-/// Rounds the warp's vector to bf16 and divides it by scales of MXFP4 with any exponent, for vectors that are not
-/// stored. Returns the biased exponent of the lane's block. Sets `units` only.
-__device__ __forceinline__ uint32_t scale_unlimited(const float (&x)[4], Scaled& result) {
-  float rounded[4], amax = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    rounded[i] = round_bf16(x[i]);
-    amax = fmaxf(amax, fabsf(rounded[i]));
-  }
-  // 2^-exponent is a normal number up to 252.
-  const uint32_t exponent = min(mxfp4_unlimited_exponent(group_max<8>(amax)), 252u);
-  const float inverse = exp2_of_biased(254 - exponent);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) result.units[i] = rounded[i] * inverse;
-  return exponent;
 }
 
 /// Four channels in FP4 and the e4m3 code of their scale.

@@ -43,13 +43,20 @@ DSV4_HD float max_magnitude(float a, float b) {
   return float_of(u > v ? u : v);
 }
 
-/// Two floats as bf16, `low` in the low half.
-DSV4_HD uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+DSV4_HD uint32_t bits_of_bf162(__nv_bfloat162 pair) {
   uint32_t u;
   memcpy(&u, &pair, sizeof u);
   return u;
 }
+
+DSV4_HD __nv_bfloat162 bf162_of_bits(uint32_t u) {
+  __nv_bfloat162 pair;
+  memcpy(&pair, &u, sizeof pair);
+  return pair;
+}
+
+/// Two floats as bf16, `low` in the low half.
+DSV4_HD uint32_t pack_bf16(float low, float high) { return bits_of_bf162(__floats2bfloat162_rn(low, high)); }
 
 /// The two floats of a pair packed by `pack_bf16`.
 DSV4_HD float low_bf16(uint32_t pair) { return float_of(pair << 16); }
@@ -129,6 +136,10 @@ DSV4_HD uint32_t row_exponent(float amax) {
 DSV4_HD uint32_t mxfp4_unlimited_exponent(float amax) {
   return ceil_pow2_exponent(fmaxf(amax, 6 * 0x1p-126f) * (1.0f / 6.0f));
 }
+
+/// The same for the bits of a bf16 number between 6 2^-126 and 6 2^125. A sixth of 1.m 2^e is at most 2^(e-2) up to 1.m
+/// = 1.5, else 2^(e-1).
+DSV4_HD uint32_t mxfp4_exponent_of_bf16(uint32_t amax) { return ((amax + 63) >> 7) - 2; }
 
 /// Clamped to the powers of two that e4m3 represents: 2^-9 .. 2^8 (SPEC 2.5, 6.3).
 DSV4_HD uint32_t mxfp4_exponent(float amax) {

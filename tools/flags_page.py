@@ -22,7 +22,7 @@ combinations are listed under "Limits" in the guides.
 
 `tools/flags_page.py` writes this page.
 
-- DeepSeek-V4.1 runs on CPUs, and on one GPU without a host cache; no speculation, no disaggregation.
+- DeepSeek-V4.1: no speculation, no disaggregation.
 - `--cuda-graph-backend-prefill` is `breakable` or `disabled`, `--cuda-graph-backend-decode` is `full` or `disabled`.
 """
 LIMITED = """

@@ -33,10 +33,12 @@ struct Gpu {
   }
 };
 
-/// Returns the form of prepared queries for FP4 keys. `kByteImage` and `kHalfImage` are for `launch_score_hopper`.
-QueryForm form_of(const Gpu& gpu, KeyFormat format, int64_t heads) {
-  if (!gpu.hopper || heads != kIndexHeads || format == kKeyFp32) return QueryForm::kPlaces;
-  return format == kMxfp4 ? QueryForm::kByteImage : QueryForm::kHalfImage;
+/// Returns the form of prepared queries. `kByteImage` and `kHalfImage` are for `launch_score_hopper`. Without the
+/// Hadamard transform, e4m3 has too few exponents for the scales of a head.
+QueryForm form_of(const Gpu& gpu, KeyFormat format, bool hadamard, int64_t heads) {
+  if (!gpu.hopper || heads != (hadamard ? kIndexHeads : kCandidateHeads) || format == kKeyFp32)
+    return QueryForm::kPlaces;
+  return hadamard && format == kMxfp4 ? QueryForm::kByteImage : QueryForm::kHalfImage;
 }
 
 int device_of(const char* op, const char* name, const Tensor& t) {
@@ -97,7 +99,7 @@ void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_
   p.format = format;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(check, device);
-  p.form = hadamard ? form_of(gpu, format, heads) : QueryForm::kPlaces;
+  p.form = form_of(gpu, format, hadamard, heads);
   check.succeeded(launch_query(p, hadamard, gpu.sm_90, current_stream(device)), "the launch for ", tokens,
                   " tokens of ", heads, " heads");
 }
@@ -179,12 +181,12 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   p.width = int(std::min(scores.size(1), block_table.size(1) * kKeysPerBlock));
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(check, device);
-  const QueryForm form = form_of(gpu, format, p.heads);
-  if (form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
+  p.form = form_of(gpu, format, true, p.heads);
+  if (p.form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
   const cudaError_t launched =
-      form == QueryForm::kPlaces
+      p.form == QueryForm::kPlaces
           ? launch_score(p, format != kKeyFp32, gpu.sm_90, gpu.processors, current_stream(device))
-          : launch_score_hopper(p, form, gpu.processors, current_stream(device));
+          : launch_score_hopper(p, gpu.processors, current_stream(device));
   check.succeeded(launched, "the launch for ", p.tokens, " tokens of ", p.heads, " heads, ", p.width, " keys each");
 }
 
@@ -202,8 +204,13 @@ void index_score_blocks(Tensor query, Tensor weights, Tensor index_keys, Tensor 
   p.newest = newest;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(check, device);
-  check.succeeded(launch_score(p, gpu.sm_90, gpu.processors, current_stream(device)), "the launch for ", p.tokens,
-                  " tokens of ", p.heads, " heads, ", p.width, " keys each");
+  p.form = form_of(gpu, kMxfp4, false, p.heads);
+  if (p.form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
+  const bool prefill = p.tokens >= kManyTokens * p.requests;
+  const cudaError_t launched = p.form != QueryForm::kPlaces && prefill
+                                   ? launch_score_hopper(p, gpu.processors, current_stream(device))
+                                   : launch_score(p, gpu.sm_90, gpu.processors, current_stream(device));
+  check.succeeded(launched, "the launch for ", p.tokens, " tokens of ", p.heads, " heads, ", p.width, " keys each");
 }
 
 void index_score_listed(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
@@ -221,6 +228,7 @@ void index_score_listed(Tensor query, Tensor weights, Tensor index_keys, Tensor 
   if (p.tokens == 0 || p.width == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(check, device);
+  p.form = form_of(gpu, kMxfp4, false, p.heads);
   check.succeeded(launch_score(p, gpu.sm_90, gpu.processors, current_stream(device)), "the launch for ", p.tokens,
                   " tokens of ", p.heads, " heads, ", p.listed, " blocks each");
 }

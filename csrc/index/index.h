@@ -16,6 +16,7 @@ constexpr int kIndexHeads = 64;             // maximum
 constexpr int64_t kIndexEntries = 1 << 20;  // maximum per token: one bit each in shared memory
 constexpr int kCandidateEntries = 8;        // entries of a candidate block (SPEC 11.6)
 constexpr int kCandidateHeads = 32;         // maximum in a selection of two levels
+constexpr int kManyTokens = 16;             // tokens per request from which a step counts as a prefill
 
 /// Entries of V4.1: 2^ratio_shift tokens each, 128 >> ratio_shift in a block of the cache. 0 or 1.
 struct Ratio {
@@ -62,7 +63,7 @@ struct QueryParams {
   float* out_weights;  // [tokens, heads], including the scale of the query's form
   int tokens, heads, format;
   bool q_bf16;
-  QueryForm form;  // images have kIndexHeads heads, in the first bytes of a token's part
+  QueryForm form;  // images are in the first bytes of a token's part
 };
 
 struct ScoreParams {
@@ -78,6 +79,7 @@ struct ScoreParams {
   int64_t scores_stride;
   int tokens, heads, top, width;
   int requests;
+  QueryForm form;  // of `query`
 };
 
 /// Writes the largest score of each candidate block instead. `top`: blocks to select.
@@ -109,13 +111,15 @@ struct CandidateSelectParams : SelectParams, Ratio {};
 struct ListedSelectParams : SelectParams, CandidateLists {};
 
 /// `sm_90`: the GPU supports clusters and programmatic dependent launch.
-/// `hadamard`: keys have the transform. Without it, queries are MXFP4 with any scales, in the form kPlaces.
+/// `hadamard`: keys have the transform. Without it, queries are MXFP4 with any scales. Images have kIndexHeads heads
+/// with the transform, kCandidateHeads without it.
 cudaError_t launch_query(const QueryParams& params, bool hadamard, bool sm_90, cudaStream_t stream);
 cudaError_t launch_score(const ScoreParams& params, bool fp4, bool sm_90, int processors, cudaStream_t stream);
 cudaError_t launch_score(const CandidateScoreParams& params, bool sm_90, int processors, cudaStream_t stream);
 cudaError_t launch_score(const ListedScoreParams& params, bool sm_90, int processors, cudaStream_t stream);
-/// For sm_90a and FP4 keys, with queries as images of `form`.
-cudaError_t launch_score_hopper(const ScoreParams& params, QueryForm form, int processors, cudaStream_t stream);
+/// For sm_90a and FP4 keys, with queries as images; those of candidate blocks for kManyTokens and more per request.
+cudaError_t launch_score_hopper(const ScoreParams& params, int processors, cudaStream_t stream);
+cudaError_t launch_score_hopper(const CandidateScoreParams& params, int processors, cudaStream_t stream);
 /// Sets `cluster`. Params: SelectParams, CandidateSelectParams or ListedSelectParams.
 template <typename Params>
 cudaError_t launch_select(Params params, bool sm_90, int processors, cudaStream_t stream);

@@ -15,11 +15,11 @@ namespace dsv4 {
 /// Returns the channel at a place of a prepared query: place p of each 8 has channel (p / 2) + 4 (p % 2).
 DSV4_HD int channel_at(int place) { return (place & ~7) + (place & 7) / 2 + 4 * (place & 1); }
 
-/// Memory layout of a prepared query [64, 128].
+/// Memory layout of a prepared query [heads, 128].
 enum class QueryForm {
   kPlaces,     // fp16, each eight channels in the order of channel_at
   kHalfImage,  // fp16, an image for warpgroup products (sm_90a)
-  kByteImage,  // e4m3, an image with half the bytes, if all scales are powers of two (MXFP4)
+  kByteImage,  // e4m3, an image with half the bytes, if all scales are powers of two (MXFP4) of similar size
 };
 
 /// An image is operand B in its shared memory layout. A head has rows of 128 bytes; in fp16 first a row of channels 0
@@ -29,10 +29,10 @@ enum class QueryForm {
 /// A step of 32 bytes of a row (16 numbers in fp16, 32 in e4m3) has the words of (c, lower) for c = 0 .. 3, then those
 /// of (c, upper), to match operand A in a lane with channels 32 c .. 32 c + 31 of a key. In fp16, step s has the pairs
 /// at places 32 c + 4 s + {0, 1} and {2, 3}; in e4m3, channels 32 c + 8 s + {0 .. 3} and {4 .. 7}. Returns the index in
-/// the image of the word of (head, c, step, upper).
-DSV4_HD int word_in_image(int head, int c, int step, int upper) {
+/// the image of `heads` heads of the word of (head, c, step, upper).
+DSV4_HD int word_in_image(int heads, int head, int c, int step, int upper) {
   const int piece = (2 * (step % 4) + upper) ^ head % 8;
-  return step / 4 * (64 * 32) + head * 32 + piece * 4 + c;
+  return step / 4 * (heads * 32) + head * 32 + piece * 4 + c;
 }
 
 DSV4_HD uint32_t bits_of_half2(__half2 x) {

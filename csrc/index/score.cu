@@ -1,6 +1,6 @@
 // index_score: for each token that sees more entries than it selects, score of each visible entry = sum over heads of
-// weight x ReLU(query . key), fp32 (SPEC 4.1). For any GPU. score_hopper.cu does the same faster for FP4 keys and 64
-// heads on sm_90a.
+// weight x ReLU(query . key), fp32 (SPEC 4.1). For any GPU. score_hopper.cu does the same faster on sm_90a, for FP4
+// keys and 64 heads, and for candidate blocks and 32 heads in a prefill. Both sum over heads in the same order.
 //
 // Each warp works independently. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers per
 // lane as the A operands of m16n8k16. It iterates over blocks of 32 keys, decodes them from their 2304 bytes directly
@@ -40,10 +40,10 @@ struct PackedKeys {
     }
   }
 
-  /// Loads keys 8 j .. 8 j + 7 from candidate block `inside` of a block of the cache with `keys` keys.
-  __device__ __forceinline__ void load_candidate(int j, const uint8_t* block, int keys, int inside, int lane) {
-    codes[j] = *reinterpret_cast<const uint4*>(block + 512 * inside + 16 * lane);
-    scales[j] = *reinterpret_cast<const uint16_t*>(block + keys * kKeyBytes + 64 * inside + 2 * lane);
+  /// Loads keys 8 j .. 8 j + 7 from the codes of a candidate block, 512 bytes, and its scales, 64 bytes.
+  __device__ __forceinline__ void load_candidate(int j, const uint8_t* codes_at, const uint8_t* scales_at, int lane) {
+    codes[j] = *reinterpret_cast<const uint4*>(codes_at + 16 * lane);
+    scales[j] = *reinterpret_cast<const uint16_t*>(scales_at + 2 * lane);
   }
 };
 
@@ -75,10 +75,13 @@ struct KeySource<CandidateScoreParams> {
   __device__ __forceinline__ Place at(int unit, int) const { return table[unit >> units_shift]; }
   __device__ __forceinline__ void load(PackedKeys& keys, const CandidateScoreParams& p, Place block, int unit,
                                        int lane) const {
-    const uint8_t* from = p.keys + block * p.block_bytes;
+    const uint8_t* codes = p.keys + block * p.block_bytes;
+    const uint8_t* scales = codes + (kKeysPerBlock << units_shift) * kKeyBytes;
     const int inside = 4 * (unit & ((1 << units_shift) - 1));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) keys.load_candidate(j, from, kKeysPerBlock << units_shift, inside + j, lane);
+    for (int j = 0; j < 4; ++j) {
+      keys.load_candidate(j, codes + 512 * (inside + j), scales + 64 * (inside + j), lane);
+    }
   }
 };
 
@@ -102,10 +105,13 @@ struct KeySource<ListedScoreParams> {
   }
   __device__ __forceinline__ void load(PackedKeys& keys, const ListedScoreParams& p, const Place& place, int,
                                        int lane) const {
+    // The address of candidate block lane % 4, and the distance from its codes to its scales.
+    const auto own = reinterpret_cast<uint64_t>(p.keys + place.block * p.block_bytes + 512 * place.inside);
+    const int own_distance = (kCandidateEntries << shift) * kKeyBytes + (64 - 512) * place.inside;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int block = __shfl_sync(kAllLanes, place.block, j), inside = __shfl_sync(kAllLanes, place.inside, j);
-      keys.load_candidate(j, p.keys + block * p.block_bytes, kCandidateEntries << shift, inside, lane);
+      const auto codes = reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, own, j));
+      keys.load_candidate(j, codes, codes + __shfl_sync(kAllLanes, own_distance, j), lane);
     }
   }
 };
@@ -126,6 +132,7 @@ struct Query {
   float weight[2 * tiles];
 
   __device__ __forceinline__ void load(const ScoreParams& p, int token, int lane) {
+    if (tiles == kCandidateHeads / 16 && p.form == QueryForm::kHalfImage) return load_image(p, token, lane);
 #pragma unroll
     for (int row = 0; row < 2 * tiles; ++row) {
       const int head = 8 * row + lane / 4;
@@ -140,6 +147,23 @@ struct Query {
       }
       // Half the weight, because `twice_positive` doubles.
       weight[row] = is_head ? p.weights[token * p.heads + head] * (kKeyGain / 2) : 0;
+    }
+  }
+
+  /// The same for an image, which has all heads.
+  __device__ __forceinline__ void load_image(const ScoreParams& p, int token, int lane) {
+    constexpr int heads = 16 * tiles;
+    const uint32_t* image = static_cast<const uint32_t*>(p.query) + int64_t(token) * (heads * kIndexDim / 2);
+#pragma unroll
+    for (int row = 0; row < 2 * tiles; ++row) {
+      const int head = 8 * row + lane / 4;
+#pragma unroll
+      for (int step = 0; step < 8; ++step) {
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper)
+          a[row / 2][step][2 * upper + row % 2] = image[word_in_image(heads, head, lane % 4, step, upper)];
+      }
+      weight[row] = p.weights[token * heads + head] * (kKeyGain / 2);
     }
   }
 };
@@ -176,34 +200,18 @@ __device__ __forceinline__ void score_eight(const Query<tiles>& query, uint4 cod
   }
 }
 
-/// Sums x[i] over the eight lanes with equal lane % 4. The lane with lane / 4 = i gets sum i.
+/// Sums x[i] over the eight lanes with equal lane % 4, in the order of score_hopper.cu. The lane with lane / 4 = i gets
+/// sum i.
 __device__ __forceinline__ float sum_over_heads(const float (&x)[8], int lane) {
+  const auto add = [&](float even, float odd, int step) {
+    return (lane & step ? odd : even) + __shfl_xor_sync(kAllLanes, lane & step ? even : odd, step);
+  };
   float four[4], two[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    four[i] = (lane & 16 ? x[4 + i] : x[i]) + __shfl_xor_sync(kAllLanes, lane & 16 ? x[i] : x[4 + i], 16);
-  }
+  for (int i = 0; i < 4; ++i) four[i] = add(x[2 * i], x[2 * i + 1], 4);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    two[i] = (lane & 8 ? four[2 + i] : four[i]) + __shfl_xor_sync(kAllLanes, lane & 8 ? four[i] : four[2 + i], 8);
-  }
-  return (lane & 4 ? two[1] : two[0]) + __shfl_xor_sync(kAllLanes, lane & 4 ? two[0] : two[1], 4);
-}
-
-/// Writes the score of an entry below `entries`. The eight lanes with equal lane / 8 have a candidate block.
-__device__ __forceinline__ void write_score(const ScoreParams&, float* scores, int entry, int entries, float score,
-                                            int) {
-  if (entry < entries) scores[entry] = score;
-}
-__device__ __forceinline__ void write_score(const CandidateScoreParams& p, float* scores, int entry, int entries,
-                                            float score, int lane) {
-  const float infinity = __int_as_float(0x7f800000);
-  float best = entry < entries ? score : -infinity;
-#pragma unroll
-  for (int step = 1; step < kCandidateEntries; step *= 2) best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, step));
-  if (lane % kCandidateEntries || entry >= entries) return;
-  const int block = entry / kCandidateEntries;
-  scores[block] = p.newest && block == (entries - 1) / kCandidateEntries ? infinity : best;
+  for (int i = 0; i < 2; ++i) two[i] = add(four[2 * i], four[2 * i + 1], 8);
+  return add(two[0], two[1], 16);
 }
 
 /// One warp: scores units first .. last - 1 of a token, which has `entries` to score.
@@ -229,7 +237,7 @@ __device__ __forceinline__ void score_blocks(const Params& p, int token, int ent
     const float score = sum_over_heads(sums, lane);
     // This lane's sum, number lane / 4, belongs to `first` or `second` of tile lane / 8.
     const int entry = kKeysPerBlock * block + 8 * (lane / 8) + 2 * (lane % 4) + lane / 4 % 2;
-    write_score(p, scores, entry, entries, score, lane);
+    write_score<1>(p, scores, entry, entries, score);
   }
 }
 

@@ -26,6 +26,25 @@ __device__ __forceinline__ int scored(const ListedScoreParams& p, int t) {
   return entries > p.top ? entries : 0;
 }
 
+/// Writes the score of an entry below `entries`. The entries of a candidate block are in eight lanes, `apart` lanes
+/// from one to the next.
+template <int apart>
+__device__ __forceinline__ void write_score(const ScoreParams&, float* scores, int entry, int entries, float score) {
+  if (entry < entries) scores[entry] = score;
+}
+template <int apart>
+__device__ __forceinline__ void write_score(const CandidateScoreParams& p, float* scores, int entry, int entries,
+                                            float score) {
+  const float infinity = __int_as_float(0x7f800000);
+  float best = entry < entries ? score : -infinity;
+#pragma unroll
+  for (int step = 1; step < kCandidateEntries; step *= 2)
+    best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, apart * step));
+  if (entry % kCandidateEntries || entry >= entries) return;
+  const int block = entry / kCandidateEntries;
+  scores[block] = p.newest && block == (entries - 1) / kCandidateEntries ? infinity : best;
+}
+
 __host__ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /// Returns the beginning of part i of `parts` nearly equal parts of `total`.

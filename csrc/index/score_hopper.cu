@@ -1,5 +1,5 @@
 // index_score for FP4 keys and 64 heads on sm_90a, whose warpgroup products take one operand from registers (see
-// score.cu for the op).
+// score.cu for the op). A prefill also takes candidate blocks, with 32 heads in fp16.
 //
 // A warpgroup decodes 64 keys (4608 bytes) from packed words directly into the registers of operand A. Operand B is the
 // query of a token, 64 heads x 128 channels in shared memory, loaded by a bulk copy in the layout that index_query has
@@ -18,10 +18,12 @@
 // Prefill: every SM processes items of 576 keys (fp16: 384) and 32 tokens. Each of three warpgroups keeps three (two)
 // tiles of keys in registers, while the queries pass through a ring buffer that a fourth warpgroup fills.
 //
+// In a selection of two levels, a product has the heads of two consecutive tokens of a request. Each lane has 16 sums
+// of each token, and the eight lanes with the keys of a candidate block find its best score. A token without a partner
+// takes both places.
+//
 // Bytes: 72 per key, 4 per score. A token's query, 8 KiB (16 in fp16), is read from L2 once per run in decode and once
 // per item in prefill.
-#include <type_traits>
-
 #include "../launch.cuh"
 #include "hopper.cuh"
 #include "index.h"
@@ -32,8 +34,13 @@
 namespace dsv4 {
 namespace {
 
-constexpr int kTileKeys = 64;    // keys per warpgroup
-constexpr int kManyTokens = 16;  // tokens per request from which a step counts as a prefill
+constexpr int kTileKeys = 64;  // keys per warpgroup
+
+/// Tokens of a product: their queries have kIndexHeads heads together.
+template <typename Params>
+constexpr int kProductTokens = 1;
+template <>
+constexpr int kProductTokens<CandidateScoreParams> = kIndexHeads / kCandidateHeads;
 
 /// Products in fp16, for any scales, or in e4m3, for powers of two: bytes of a query, and the number of tiles that a
 /// warpgroup keeps in a prefill.
@@ -46,7 +53,12 @@ struct Bytes {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // stride between the queries of two tokens
+constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // stride between the queries of two tokens of V4
+
+/// Keys of a block of the cache, as a power of two.
+__device__ __forceinline__ int keys_shift(const ScoreParams&) { return 5; }
+static_assert(kKeysPerBlock == 1 << 5);
+__device__ __forceinline__ int keys_shift(const CandidateScoreParams& p) { return p.candidates_shift() + 3; }
 
 /// A lane's part of a warp's 16 keys: channels 32 (lane % 4) and up of keys lane / 4 and lane / 4 + 8, and their two
 /// scales.
@@ -54,13 +66,12 @@ struct PackedKeys {
   uint4 codes[2];
   uint16_t scales[2];
 
-  /// `half`: first or second 16 keys of the block.
-  __device__ __forceinline__ void load(const uint8_t* block, int half, int lane) {
+  /// Loads keys 16 `part` and up of a block of the cache with `keys` keys.
+  __device__ __forceinline__ void load(const uint8_t* block, int keys, int part, int lane) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      codes[row] = *reinterpret_cast<const uint4*>(block + 1024 * half + 512 * row + 16 * lane);
-      scales[row] =
-          *reinterpret_cast<const uint16_t*>(block + kKeysPerBlock * kKeyBytes + 128 * half + 64 * row + 2 * lane);
+      codes[row] = *reinterpret_cast<const uint4*>(block + 1024 * part + 512 * row + 16 * lane);
+      scales[row] = *reinterpret_cast<const uint16_t*>(block + keys * kKeyBytes + 128 * part + 64 * row + 2 * lane);
     }
   }
 
@@ -144,39 +155,50 @@ struct Keys<Bytes> {
   }
 };
 
-/// Loads the head weights that a lane needs: heads 8 j + 2 (lane % 4) and the next one.
-__device__ __forceinline__ void load_weights(float2 (&weights)[8], const ScoreParams& p, int token, int lane) {
-  const float2* of_token = reinterpret_cast<const float2*>(p.weights + int64_t(token) * kIndexHeads) + lane % 4;
+/// Loads the head weights that a lane needs: columns 8 j + 2 (lane % 4) of a product and the next one. `second` is the
+/// token of the upper columns, if there are two.
+template <typename Params>
+__device__ __forceinline__ void load_weights(float2 (&weights)[8], const Params& p, int first, int second, int lane) {
+  constexpr int heads = kIndexHeads / kProductTokens<Params>;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) weights[j] = of_token[4 * j];
+  for (int j = 0; j < 8; ++j) {
+    const float* of_token = p.weights + int64_t(8 * j < heads ? first : second) * heads;
+    weights[j] = reinterpret_cast<const float2*>(of_token)[4 * j % (heads / 2) + lane % 4];
+  }
 }
 
-/// Computes weighted, rectified sums over heads and writes those of the warp's entries below `entries`.
-template <typename Numbers>
-__device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Numbers>& keys,
+/// Computes weighted, rectified sums over heads and writes the scores of the warp's entries below `entries`. `scores`
+/// and `entries` belong to the first token of a product in lanes with lane % 4 < 2, to the last one in the others.
+template <typename Numbers, typename Params>
+__device__ __forceinline__ void write_scores(const Params& p, const float (&d)[32], const Keys<Numbers>& keys,
                                              const float2 (&weights)[8], float* scores, int entry, int entries,
                                              int lane) {
-  float sums[2][2] = {};
+  constexpr int tokens = kProductTokens<Params>;
+  float sums[tokens][2][2] = {};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      sums[row][0] = fmaf(twice_positive(d[4 * j + 2 * row]), weights[j].x, sums[row][0]);
-      sums[row][1] = fmaf(twice_positive(d[4 * j + 2 * row + 1]), weights[j].y, sums[row][1]);
+      float (&sum)[2] = sums[j * tokens / 8][row];
+      sum[0] = fmaf(twice_positive(d[4 * j + 2 * row]), weights[j].x, sum[0]);
+      sum[1] = fmaf(twice_positive(d[4 * j + 2 * row + 1]), weights[j].y, sum[1]);
     }
   }
-  const bool odd = lane % 2;
-  const float first = sums[0][0] + sums[0][1], second = sums[1][0] + sums[1][1];
-  float sum = (odd ? second : first) + __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
-  sum += __shfl_xor_sync(kAllLanes, sum, 2);
+  // Odd lanes take the second row, lanes with lane % 4 >= 2 the last token.
+  const bool odd = lane % 2, upper = lane & 2;
+  float of_token[tokens];
+#pragma unroll
+  for (int i = 0; i < tokens; ++i) {
+    const float first = sums[i][0][0] + sums[i][0][1], second = sums[i][1][0] + sums[i][1][1];
+    of_token[i] = (odd ? second : first) + __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
+  }
+  const float first = of_token[0], last = of_token[tokens - 1];
+  const float sum = (upper ? last : first) + __shfl_xor_sync(kAllLanes, upper ? first : last, 2);
   const int at = entry + lane / 4 + 8 * odd;
-  if (lane % 4 < 2 && at < entries) scores[at] = sum * (keys.gain(odd) / 2);
+  write_score<4>(p, scores, at, tokens == 1 && upper ? 0 : entries, sum * (keys.gain(odd) / 2));
 }
 
 #endif
-
-template <int n>
-using Count = std::integral_constant<int, n>;
 
 constexpr int kDecodeGroups = 4, kDecodeThreads = 128 * kDecodeGroups;  // warpgroups of a block
 constexpr int kPieceStages = 3;  // queries of the current, next and previous piece; a group may still use the last
@@ -276,7 +298,7 @@ __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<
   // The compiler overlaps products with sums only if there is no branch between them, hence `count` is a constant.
   constexpr int groups = kDecodeGroups;
   float2 weights[8];
-  if constexpr (count == 1) load_weights(weights, p, piece.token, lane);
+  if constexpr (count == 1) load_weights(weights, p, piece.token, piece.token, lane);
   float* scores = p.scores + piece.token * p.scores_stride;
   const uint32_t queries = shared_address(query);
   wait(&loaded, parity);
@@ -284,20 +306,20 @@ __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<
     Keys<Numbers> keys;
     float d[2][32];
     keys.decode(packed);
-    packed.load(p.keys + next * p.block_bytes, warp % 2, lane);
+    packed.load(p.keys + next * p.block_bytes, kKeysPerBlock, warp % 2, lane);
     next = block_of(at + 2 * groups);
     keys.begin_products(d[0], queries);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       float (&sums)[32] = d[i % 2];
-      if (count > 1) load_weights(weights, p, piece.token + i, lane);
+      if (count > 1) load_weights(weights, p, piece.token + i, piece.token + i, lane);
       if (i + 1 < count) {
         keys.begin_products(d[(i + 1) % 2], queries + (i + 1) * Numbers::kQueryBytes);
         products_wait<1>(sums);
       } else {
         products_wait<0>(sums);
       }
-      write_scores(sums, keys, weights, scores + i * p.scores_stride, kTileKeys * (at - piece.begin) + 16 * warp,
+      write_scores(p, sums, keys, weights, scores + i * p.scores_stride, kTileKeys * (at - piece.begin) + 16 * warp,
                    sharers.entries[i], lane);
     }
   }
@@ -353,7 +375,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   if (copies) copy_queries(piece, 0);
 
   PackedKeys packed;
-  packed.load(p.keys + first_block * p.block_bytes, warp % 2, lane);
+  packed.load(p.keys + first_block * p.block_bytes, kKeysPerBlock, warp % 2, lane);
   for (int number = 0;; ++number) {
     const int stage = number % kPieceStages;
     const bool more = piece.end < stop;
@@ -416,16 +438,35 @@ struct PrefillShared {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 /// An item of work as a warp sees it: `keys` keys of kPrefillTokens tokens, one per lane.
-template <int keys>
+template <typename Params, int keys>
 struct Item {
-  int first_token, first_key, own, own_entries;
+  int first_token, first_key, own_request, own_entries;
   unsigned active;  // tokens that see at least one of the keys
+  unsigned joined;  // those that can share a product with the next one: both have the same keys
 
-  __device__ __forceinline__ Item(const ScoreParams& p, int number, int lane) {
+  __device__ __forceinline__ Item(const Params& p, int number, int lane) {
     const int stripes = ceil_div(p.width, keys);
-    first_token = number / stripes * kPrefillTokens, first_key = number % stripes * keys, own = first_token + lane;
+    first_token = number / stripes * kPrefillTokens, first_key = number % stripes * keys;
+    const int own = first_token + lane;
     own_entries = own < p.tokens ? scored(p, own) : 0;
+    own_request = own < p.tokens ? p.request[own] : -1;
     active = __ballot_sync(kAllLanes, own_entries > first_key);
+    joined = 0;
+    if constexpr (kProductTokens<Params> == 2) {
+      const int next = __shfl_down_sync(kAllLanes, own_request, 1);
+      joined = __ballot_sync(kAllLanes, own_request == next) & active & active >> 1;
+    }
+  }
+
+  /// Calls f(first, second) with the numbers of the tokens of each product. A token alone is both.
+  template <typename F>
+  __device__ __forceinline__ void visit(F f) const {
+    for (unsigned rest = active; rest; rest &= rest - 1) {
+      const int first = __ffs(rest) - 1;
+      const bool both = joined >> first & 1;
+      if (both) rest &= rest - 1;
+      f(first, first + both);
+    }
   }
 };
 
@@ -438,62 +479,84 @@ struct Stage {
   }
 };
 
+/// Starts the copy of a product's queries into operand B.
+template <int query_bytes>
+__device__ __forceinline__ void copy_product(const ScoreParams& p, uint8_t (&query)[query_bytes], uint64_t& loaded,
+                                             int64_t first, int64_t) {
+  bulk_copy(query, static_cast<const uint8_t*>(p.query) + first * kTokenBytes, query_bytes, &loaded);
+}
+template <int query_bytes>
+__device__ __forceinline__ void copy_product(const CandidateScoreParams& p, uint8_t (&query)[query_bytes],
+                                             uint64_t& loaded, int64_t first, int64_t second) {
+  // Operand B has rows of channels 0 .. 63 for the heads of both tokens, then those of the other channels.
+  constexpr int rows_bytes = query_bytes / 4;
+  static_assert(query_bytes == Halves::kQueryBytes);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t* of_token = static_cast<const uint8_t*>(p.query) + (i % 2 ? second : first) * (query_bytes / 2);
+    bulk_copy(query + i * rows_bytes, of_token + i / 2 * rows_bytes, rows_bytes, &loaded);
+  }
+}
+
 /// One warp: loads the queries that the block's items need, in the order of use.
-template <int keys, int query_bytes>
-__device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared<query_bytes>& s, int lane) {
+template <int keys, typename Params, int query_bytes>
+__device__ __forceinline__ void copy_queries(const Params& p, PrefillShared<query_bytes>& s, int lane) {
   Stage stage;
   for (int number = blockIdx.x; number < items_of(p, keys); number += gridDim.x) {
-    const Item<keys> item(p, number, lane);
-    for (unsigned active = item.active; active; active &= active - 1) {
-      const int64_t token = item.first_token + __ffs(active) - 1;
+    const Item<Params, keys> item(p, number, lane);
+    item.visit([&](int first, int second) {
       wait(&s.used[stage.index], stage.parity ^ 1);
       if (lane == 0) {
         arrive_and_expect(&s.loaded[stage.index], query_bytes);
-        bulk_copy(s.query[stage.index], static_cast<const uint8_t*>(p.query) + token * kTokenBytes, query_bytes,
-                  &s.loaded[stage.index]);
+        copy_product(p, s.query[stage.index], s.loaded[stage.index], item.first_token + first,
+                     item.first_token + second);
       }
       __syncwarp();
       stage.next();
-    }
+    });
   }
 }
 
 /// One warpgroup: scores its tiles of the block's items.
-template <typename Numbers>
-__device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<Numbers::kQueryBytes>& s, int group,
+template <typename Numbers, typename Params>
+__device__ __forceinline__ void score_items(const Params& p, PrefillShared<Numbers::kQueryBytes>& s, int group,
                                             int warp, int lane) {
   constexpr int tiles = Numbers::kPrefillTiles, item_keys = kPrefillKeys<Numbers>;
+  constexpr bool alone = kProductTokens<Params> == 1;
   Stage stage;
   Keys<Numbers> keys[tiles];
   for (int number = blockIdx.x; number < items_of(p, item_keys); number += gridDim.x) {
-    const Item<item_keys> item(p, number, lane);
-    const int own_request = item.own < p.tokens ? p.request[item.own] : -1,
-              own_key = item.first_key + group * tiles * kTileKeys;
+    const Item<Params, item_keys> item(p, number, lane);
+    const int own_key = item.first_key + group * tiles * kTileKeys;
     int held = -1;  // request whose keys are in registers
-    for (unsigned active = item.active; active; active &= active - 1) {
-      const int i = __ffs(active) - 1, token = item.first_token + i;
-      const int request = __shfl_sync(kAllLanes, own_request, i), entries = __shfl_sync(kAllLanes, item.own_entries, i);
+    item.visit([&](int first, int second) {
+      // `write_scores` expects the token of this lane.
+      const int i = alone || lane % 4 < 2 ? first : second, token = item.first_token + i;
+      const int request = __shfl_sync(kAllLanes, item.own_request, first),
+                entries = __shfl_sync(kAllLanes, item.own_entries, i);
       if (request != held) {
         held = request;
-        const int most = __reduce_max_sync(kAllLanes, own_request == request ? item.own_entries : 0);
+        const int most = __reduce_max_sync(kAllLanes, item.own_request == request ? item.own_entries : 0);
         const int32_t* table = p.table + request * p.table_stride;
+        const int shift = keys_shift(p);
         PackedKeys packed[tiles];
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) {
-          const int block = own_key / kKeysPerBlock + 2 * tile + warp / 2;
-          packed[tile].load(p.keys + table[min(block, (most - 1) / kKeysPerBlock)] * p.block_bytes, warp % 2, lane);
+          const int key = own_key + kTileKeys * tile + 16 * warp;
+          packed[tile].load(p.keys + table[min(key, most - 1) >> shift] * p.block_bytes, 1 << shift,
+                            (key & ((1 << shift) - 1)) / 16, lane);
         }
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) keys[tile].decode(packed[tile]);
       }
       wait(&s.loaded[stage.index], stage.parity);
-      if (own_key < entries) {
+      if (alone ? own_key < entries : __any_sync(kAllLanes, own_key < entries)) {
         const uint32_t query = shared_address(s.query[stage.index]);
         float* scores = p.scores + token * p.scores_stride;
         float d[2][32];
         float2 weights[8];
         keys[0].begin_products(d[0], query);
-        load_weights(weights, p, token, lane);
+        load_weights(weights, p, item.first_token + first, item.first_token + second, lane);
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) {
           float (&sums)[32] = d[tile % 2];
@@ -503,21 +566,21 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<
           } else {
             products_wait<0>(sums);
           }
-          write_scores(sums, keys[tile], weights, scores, own_key + kTileKeys * tile + 16 * warp, entries, lane);
+          write_scores(p, sums, keys[tile], weights, scores, own_key + kTileKeys * tile + 16 * warp, entries, lane);
         }
       }
       __syncwarp();
       if (lane == 0) arrive(&s.used[stage.index]);
       stage.next();
-    }
+    });
   }
 }
 
 #endif
 
 /// Grid: any number of thread blocks.
-template <typename Numbers>
-__global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __grid_constant__ ScoreParams p) {
+template <typename Numbers, typename Params>
+__global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& s = *static_cast<PrefillShared<Numbers::kQueryBytes>*>(shared_memory_1024());
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -538,8 +601,9 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __gri
 #endif
 }
 
-template <typename Kernel>
-cudaError_t launch_here(Kernel kernel, int grid, int threads, int bytes, const ScoreParams& p, cudaStream_t stream) {
+template <typename Params>
+cudaError_t launch_here(void (*kernel)(Params), int grid, int threads, int bytes, const Params& p,
+                        cudaStream_t stream) {
   const unsigned shared = unsigned(bytes + 1024);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
   if (error == cudaSuccess) error = prefer_shared_memory(kernel);
@@ -554,22 +618,31 @@ cudaError_t launch_decode(const ScoreParams& p, int processors, cudaStream_t str
                      sizeof(DecodeShared<tokens, Numbers::kQueryBytes>), p, stream);
 }
 
+template <typename Numbers, typename Params>
+cudaError_t launch_prefill(const Params& p, int processors, cudaStream_t stream) {
+  const int items = items_of(p, kPrefillKeys<Numbers>);
+  return launch_here(prefill_kernel<Numbers, Params>, min(items, processors), kPrefillThreads,
+                     sizeof(PrefillShared<Numbers::kQueryBytes>), p, stream);
+}
+
 template <typename Numbers>
 cudaError_t launch_numbers(const ScoreParams& p, int processors, cudaStream_t stream) {
   if (p.tokens <= kMaxListedTokens && p.tokens < kManyTokens * p.requests) {
     const bool shared = p.tokens >= 2 * p.requests;
     return shared ? launch_decode<Numbers, 4>(p, processors, stream) : launch_decode<Numbers, 1>(p, processors, stream);
   }
-  const int items = items_of(p, kPrefillKeys<Numbers>);
-  return launch_here(prefill_kernel<Numbers>, min(items, processors), kPrefillThreads,
-                     sizeof(PrefillShared<Numbers::kQueryBytes>), p, stream);
+  return launch_prefill<Numbers>(p, processors, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_score_hopper(const ScoreParams& p, QueryForm form, int processors, cudaStream_t stream) {
-  return form == QueryForm::kByteImage ? launch_numbers<Bytes>(p, processors, stream)
-                                       : launch_numbers<Halves>(p, processors, stream);
+cudaError_t launch_score_hopper(const ScoreParams& p, int processors, cudaStream_t stream) {
+  return p.form == QueryForm::kByteImage ? launch_numbers<Bytes>(p, processors, stream)
+                                         : launch_numbers<Halves>(p, processors, stream);
+}
+
+cudaError_t launch_score_hopper(const CandidateScoreParams& p, int processors, cudaStream_t stream) {
+  return launch_prefill<Halves>(p, processors, stream);
 }
 
 }  // namespace dsv4

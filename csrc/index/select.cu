@@ -6,6 +6,9 @@
 // (`select_held`): it finds the histogram bin that contains the `top`-th largest score, takes everything above it, and
 // the largest of that bin. In a cluster each block has consecutive entries. The blocks write what all must know (range,
 // histogram, numbers of the bin) to each other's shared memory, so each finds and writes its own part of the result.
+// With 32 scores per thread, blocks first try to reduce them to a list of those that reach a threshold as in 1. below
+// (`select_listed`). Blocks with too many such scores read all of them again.
+//
 // More scores are read twice and mostly not stored:
 //
 // 1. Each thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
@@ -38,8 +41,9 @@ constexpr int kBins = 2048, kBinBits = 11;
 constexpr int kCandidates = 4096;
 constexpr int kBatch = 4;  // loads of four scores in flight
 constexpr int kMaxCluster = 8;
-constexpr int kShare = 4096;  // entries that justify the barriers of one more block in the cluster
-constexpr int kTies = 128;    // largest bin whose numbers are ranked directly
+constexpr int kShare = 4096;   // entries that justify the barriers of one more block in the cluster
+constexpr int kTies = 128;     // largest bin whose numbers are ranked directly
+constexpr int kListed = 2048;  // scores of a list in shared memory
 constexpr int kClusterBins = 512, kClusterBinBits = 9;  // of a cluster that holds its scores
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -72,12 +76,19 @@ struct SharedHeld : Histogram<threads> {
   uint32_t warp_low[kAllWarps], warp_high[kAllWarps];
   uint32_t chosen[threads];  // selected bits of a thread's entries
   uint32_t count;            // number of ties
+  struct List {
+    uint2 scores[kListed];  // bits of a score and its entry
+    uint32_t quad_sums[8 * kWarps];
+  } list;  // last, because only blocks with more than four quads per thread use it
 };
 
 /// The same in a cluster.
 template <int threads>
 struct SharedHeldByCluster : SharedHeld<threads, true> {
   alignas(16) uint16_t counts[kMaxCluster][kClusterBins];  // histogram of each block
+  uint32_t bound[kMaxCluster], high[kMaxCluster];          // of each block's scores
+  uint32_t listed[kMaxCluster];                            // scores of each block in the first block's list
+  bool done;                                               // the first block selects from it
   uint32_t lower_ties;                                     // numbers of the bin in lower blocks
   uint32_t lower_best;                                     // numbers of higher bins in lower blocks
 };
@@ -87,11 +98,11 @@ __host__ __device__ __forceinline__ int spread(int word) { return word + word / 
 __host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
 unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }
 
-/// Loads the scores at `at` and the three after it, 0 from n on.
+/// Loads the scores at `at` and the three after it, -infinity from n on.
 __device__ __forceinline__ float4 load_four(const float* row, int at, int n, bool aligned) {
   if (aligned && at + 3 < n) return *reinterpret_cast<const float4*>(row + at);
-  return {at < n ? row[at] : 0, at + 1 < n ? row[at + 1] : 0, at + 2 < n ? row[at + 2] : 0,
-          at + 3 < n ? row[at + 3] : 0};
+  const auto load = [=](int i) { return i < n ? row[i] : -INFINITY; };
+  return {load(at), load(at + 1), load(at + 2), load(at + 3)};
 }
 
 /// Calls f(entry, order) for this block's entries below n, of `ranks` blocks that alternate. f must not assume an
@@ -113,6 +124,12 @@ __device__ __forceinline__ void visit_scores(const float* row, int n, bool align
       }
     }
   }
+}
+
+template <int bins = kBins, int threads>
+__device__ __forceinline__ void clear_bins(Histogram<threads>& s) {
+#pragma unroll
+  for (int i = 0; i < bins; i += threads) s.bins[i + threadIdx.x] = 0;
 }
 
 /// Returns the sum of x over the threads before this one. All threads take part; a barrier must precede the next call.
@@ -163,7 +180,7 @@ __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t
                                                Visit visit) {
   while (low < high) {
     const int bits = 64 - __clzll(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
-    for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    clear_bins(s);
     __syncthreads();
     visit([&](uint64_t x) {
       if (x >= low && x <= high) atomicAdd(&s.bins[(x - low) >> shift], 1u);
@@ -248,13 +265,11 @@ __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, co
   }
 }
 
-/// Returns the number of bits set in `flags` before each of this lane's quads, in the order of entries. `flags` has
-/// four bits of each quad i of a lane from bit 4 i on; quad 0 of all lanes comes first. All threads take part; a
-/// barrier must precede the next call.
-template <int quads, int threads>
-__device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags, uint32_t (&before)[quads]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t total = 0;
+/// Counts the bits set in `flags`, four of each quad i of a lane from bit 4 i on: in quad i of the lanes before this
+/// one, and of all lanes of the warp.
+template <int quads>
+__device__ __forceinline__ void count_in_warp(uint32_t flags, uint32_t (&before)[quads], uint32_t (&all)[quads]) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < quads; first += 4) {
     uint32_t own = 0;  // one byte per quad: a warp has at most 128 bits of it
@@ -266,18 +281,63 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
       const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
       sum += lane >= step ? other : 0;
     }
-    const uint32_t all = __shfl_sync(kAllLanes, sum, 31);
+    const uint32_t last = __shfl_sync(kAllLanes, sum, 31);
 #pragma unroll
     for (int i = first; i < first + 4 && i < quads; ++i) {
-      before[i] = total + ((sum - own) >> 8 * (i - first) & 0xff);
-      total += all >> 8 * (i - first) & 0xff;
+      before[i] = (sum - own) >> 8 * (i - first) & 0xff;
+      all[i] = last >> 8 * (i - first) & 0xff;
     }
   }
+}
+
+/// Returns the number of bits set in `flags` before each of this lane's quads, in the order of entries: warp after
+/// warp, then quad after quad of all lanes, then lane after lane. All threads take part; a barrier must precede the
+/// next call.
+template <int quads, int threads>
+__device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags, uint32_t (&before)[quads]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t total = 0, all[quads];
+  count_in_warp(flags, before, all);
+#pragma unroll
+  for (int i = 0; i < quads; ++i) before[i] += total, total += all[i];
   if (lane == 0) s.warp_sums[warp] = total;
   __syncthreads();
   const uint32_t of_warps = __reduce_add_sync(kAllLanes, lane < warp ? s.warp_sums[lane] : 0);
 #pragma unroll
   for (int i = 0; i < quads; ++i) before[i] += of_warps;
+}
+
+/// The same if the entries of quad i of all warps precede those of quad i + 1. Returns the number of all bits.
+/// `sums`: shared memory for a number per quad and warp.
+template <int quads, int threads>
+__device__ __forceinline__ uint32_t set_before_by_quad(uint32_t (&sums)[quads * threads / 32], uint32_t flags,
+                                                       uint32_t (&before)[quads]) {
+  constexpr int warps = threads / 32, each = quads * warps / 32;  // sums of a lane
+  static_assert(each > 0 && warps % each == 0, "the sums of a warp have the same place in all lanes");
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t all[quads];
+  count_in_warp(flags, before, all);
+#pragma unroll
+  for (int i = 0; i < quads; ++i) {
+    if (lane == i) sums[warps * i + warp] = all[i];
+  }
+  __syncthreads();
+  uint32_t own = 0, lower = 0;  // sums of the lane, and those before its sum of this warp
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    const uint32_t x = sums[each * lane + i];
+    own += x, lower += i < warp % each ? x : 0;
+  }
+  uint32_t sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
+    sum += lane >= step ? other : 0;
+  }
+  lower += sum - own;
+#pragma unroll
+  for (int i = 0; i < quads; ++i) before[i] += __shfl_sync(kAllLanes, lower, (warps * i + warp) / each);
+  return __shfl_sync(kAllLanes, sum, 31);
 }
 
 /// The columns of a token's scores and the rows to write for them. `run` columns from a multiple of it on have
@@ -415,6 +475,176 @@ __device__ __forceinline__ Found find_bin_of_all(SharedHeldByCluster<threads>& s
   return s.found;
 }
 
+/// Returns how many of the ties are larger than the one of this thread.
+template <typename Held>
+__device__ __forceinline__ uint32_t larger_ties(const Held& s, uint32_t ties) {
+  uint32_t larger = 0;
+  for (uint32_t i = 0; i < ties; ++i) larger += s.ties[i] > s.ties[threadIdx.x];
+  return larger;
+}
+
+/// Bins of equal width for scores from `low` to `high`, over which scores of both signs spread better than their bits.
+/// One bin if the range is not finite.
+struct EqualBins {
+  float low, width, scale;
+
+  __device__ __forceinline__ EqualBins(float least, float most, int bins) {
+    low = least, width = __fmul_rd(__fsub_rd(most, least), 1.0f / bins), scale = bins / (most - least);
+  }
+  template <int bins>
+  __device__ __forceinline__ uint32_t of(float score) const {
+    return uint32_t(min(__float2int_rz((score - low) * scale), bins - 1));
+  }
+  /// Returns a number that all scores in this bin and higher ones reach, less than two bins below. Rounding of `of` is
+  /// far below a bin, and rounding here is down.
+  __device__ __forceinline__ float bound(uint32_t bin) const { return __fadd_rd(low, __fmul_rd(bin - 1.0f, width)); }
+};
+
+/// select_held for scores of which few reach a bound: writes them to a list in the order of entries, of the first block
+/// of a cluster, which then selects from it. Returns false if there are too many of them, or too many close to the last
+/// one to be selected. s.bins, s.chosen and s.count are 0 at first, and all but s.bins also after failure.
+template <int quads, typename Held, typename Params>
+__device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Columns<Params>& t, int rank, int ranks) {
+  constexpr bool clustered = Held::kClustered;
+  constexpr int warps = Held::kWarps, threads = 32 * warps, step = 4 * threads, share = quads * step;
+  constexpr int parts = kGroups / (4 * threads), own = kListed / threads;
+  constexpr float none = -INFINITY;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = share * rank + 4 * threadIdx.x;
+  static_assert(quads == 8, "32 flags");
+  float4 v[quads];
+#pragma unroll
+  for (int i = 0; i < quads; ++i) v[i] = load_four(t.scores, first + step * i, t.n, p.aligned);
+  if constexpr (clustered) cluster_wait();
+  if (p.top > kGroups) return false;
+  // The bound is in the bin of the `top`-th largest of the groups' maxima. For a block of a cluster it is its share of
+  // `top`, then the least of the blocks.
+  float best[parts][4];
+#pragma unroll
+  for (int i = 0; i < quads; ++i) {
+    const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+    float (&of_part)[4] = best[i * parts / quads];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) of_part[k] = fmaxf(i * parts % quads ? of_part[k] : none, four[k]);
+  }
+  float low = -none, high = none;
+#pragma unroll
+  for (int i = 0; i < 4 * parts; ++i) {
+    const float x = best[i / 4][i % 4];
+    low = fminf(low, x > none ? x : low), high = fmaxf(high, x);
+  }
+  const uint32_t warp_low = __reduce_min_sync(kAllLanes, order_of(low)),
+                 warp_high = __reduce_max_sync(kAllLanes, order_of(high));
+  if (lane == 0) s.warp_low[warp] = warp_low, s.warp_high[warp] = warp_high;
+  if (threadIdx.x == 0) s.found.bin = 0;
+  __syncthreads();
+  low = score_of(__reduce_min_sync(kAllLanes, lane < warps ? s.warp_low[lane] : 0xffffffffu));
+  uint32_t highest = __reduce_max_sync(kAllLanes, lane < warps ? s.warp_high[lane] : 0);
+  const EqualBins bins(low, score_of(highest), kBins);
+#pragma unroll
+  for (int i = 0; i < 4 * parts; ++i) {
+    const float x = best[i / 4][i % 4];
+    if (x > none) atomicAdd(&s.bins[bins.of<kBins>(x)], 1u);
+  }
+  __syncthreads();
+  const uint32_t entries = min(t.n - share * rank, share);
+  Found found = find_bin(s, clustered ? (p.top * entries + t.n - 1) / t.n : p.top);
+  float bound = found.bin ? bins.bound(found.bin) : none;  // none if there are too few groups, too
+  if constexpr (clustered) {
+    if (threadIdx.x < ranks) {
+      *of_block(&s.bound[rank], threadIdx.x) = order_of(bound);
+      *of_block(&s.high[rank], threadIdx.x) = highest;
+    }
+    wait_for_all<true>();
+    uint32_t least = order_of(bound);
+    for (int i = 0; i < ranks; ++i) least = min(least, s.bound[i]), highest = max(highest, s.high[i]);
+    bound = score_of(least);
+  }
+  if (bound == none) return false;
+  clear_bins(s);
+
+  // Bits of scores below the bound, from signs of differences. NaNs are not below.
+  uint32_t below = 0, before[quads];
+#pragma unroll
+  for (int i = quads - 1; i >= 0; --i) {
+    const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+    for (int k = 3; k >= 0; --k) below = __funnelshift_l(bits_of(four[k] - bound), below, 1);
+  }
+  const uint32_t flags = ~below;
+  uint32_t count = set_before_by_quad<quads, threads>(s.list.quad_sums, flags, before), lower = 0;
+  if constexpr (clustered) {
+    if (threadIdx.x < ranks) *of_block(&s.listed[rank], threadIdx.x) = count;
+    wait_for_all<true>();
+    count = 0;
+    for (int i = 0; i < ranks; ++i) lower += i < rank ? s.listed[i] : 0, count += s.listed[i];
+  }
+  if (count > kListed) return false;
+#pragma unroll
+  for (int i = 0; i < quads; ++i) {
+    const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+    uint2* to = in_block<clustered>(s.list.scores, 0) + lower + before[i];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (flags >> (4 * i + k) & 1) *to++ = make_uint2(bits_of(four[k]), first + step * i + k);
+    }
+  }
+  wait_for_all<clustered>();
+  if constexpr (clustered) {
+    if (rank > 0) {
+      wait_for_all<true>();
+      return s.done;
+    }
+  }
+  // A thread has consecutive places of the list.
+  const uint32_t place = own * threadIdx.x;
+  uint32_t bin[own];
+  int32_t to[own];
+  const EqualBins fine(bound, score_of(highest), kBins);
+  const auto order_at = [&](int i) { return order_of(float_of(s.list.scores[place + i].x)); };
+  if (place < count) {
+#pragma unroll
+    for (int i = 0; i < own; ++i) to[i] = t.place(s.list.scores[min(place + i, count - 1)].y);
+#pragma unroll
+    for (int i = 0; i < own; ++i) {
+      if (place + i >= count) continue;
+      bin[i] = fine.of<kBins>(score_of(min(order_at(i), highest)));  // NaNs may be above
+      atomicAdd(&s.bins[bin[i]], 1u);
+    }
+  }
+  __syncthreads();
+  found = find_bin(s, p.top);
+  const uint32_t wanted = p.top - found.above;
+  const bool all = found.inside == wanted;
+  const bool done = all || found.inside <= kTies;
+  if constexpr (clustered) {
+    if (threadIdx.x < ranks) *of_block(&s.done, threadIdx.x) = done;
+    wait_for_all<true>();
+  }
+  if (!done) return false;
+  uint32_t chosen = 0;
+#pragma unroll
+  for (int i = 0; i < own; ++i) {
+    if (place + i >= count) continue;
+    chosen |= uint32_t(bin[i] > found.bin || (all && bin[i] == found.bin)) << i;
+    if (!all && bin[i] == found.bin) s.ties[atomicAdd(&s.count, 1u)] = order_of(order_at(i), place + i);
+  }
+  if (!all) {
+    __syncthreads();
+    if (threadIdx.x < found.inside) {
+      const uint32_t at = entry_of(s.ties[threadIdx.x]);
+      if (larger_ties(s, found.inside) < wanted) atomicOr(&s.chosen[at / own], 1u << at % own);
+    }
+    __syncthreads();
+    chosen |= s.chosen[threadIdx.x];
+  }
+  uint32_t at = sum_before(s, __popc(chosen));
+#pragma unroll
+  for (int i = 0; i < own; ++i) {
+    if (chosen >> i & 1) t.rows[at++] = t.row(to[i], s.list.scores[place + i].y);
+  }
+  return true;
+}
+
 /// Writes the buffer indices of the `p.top` best of n entries, p.top < n <= 4 x quads x threads x ranks. A block has
 /// 4 x quads x threads consecutive entries, a warp 128 x quads of them, a lane four of each 128. `ranks`: blocks of the
 /// cluster that take part. Held: SharedHeld or SharedHeldByCluster.
@@ -436,7 +666,11 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   }
   if (threadIdx.x == 0) s.count = 0;
   s.chosen[threadIdx.x] = 0;
-  for (int i = threadIdx.x; i < bins; i += threads) s.bins[i] = 0;
+  clear_bins<(quads > 4 ? kBins : bins)>(s);
+  if constexpr (quads > 4) {
+    if (select_listed<quads>(p, s, t, rank, ranks)) return;
+    clear_bins<bins>(s);
+  }
   float4 v[quads];
   // Loaded together with the scores, unless that takes more registers than available.
   constexpr bool early = quads <= 4;
@@ -447,7 +681,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     v[i] = load_four(t.scores, at, n, p.aligned);
     place[i] = early && at < n ? t.place(at) : 0;
   }
-  if constexpr (clustered) cluster_wait();
+  if constexpr (clustered && quads <= 4) cluster_wait();
   uint32_t order[quads][4];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
@@ -503,12 +737,9 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   };
   narrow();
   if constexpr (clustered || quads <= 4) {
-    // Bins of equal width, over which scores of both signs spread better than their bits: one round is then enough, for
-    // more instructions per score. One bin if the range or a score is not finite.
-    const float least = score_of(low), scale = bins / (score_of(high) - least);
-    const auto bin_of = [&](uint32_t x) {
-      return uint32_t(min(__float2int_rz((score_of(x) - least) * scale), bins - 1));
-    };
+    // With bins of equal width one round is enough, for more instructions per score.
+    const EqualBins equal(score_of(low), score_of(high), bins);
+    const auto bin_of = [&](uint32_t x) { return equal.of<bins>(score_of(x)); };
     const uint32_t bin = find(bin_of);
     uint32_t from = 0xffffffffu, to = 0;
     visit_ties([&](uint32_t x) {
@@ -522,7 +753,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     split_bits();
   }
   while (inside != wanted && inside > kTies && low < high) {
-    for (int i = threadIdx.x; i < bins; i += threads) s.bins[i] = 0;
+    clear_bins<bins>(s);
     __syncthreads();
     split_bits();
     if constexpr (clustered) wait_for_all<true>();  // before other blocks write s.counts again
@@ -554,12 +785,9 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     }
     wait_for_all<clustered>();
     if (threadIdx.x < inside) {
-      const uint64_t own = s.ties[threadIdx.x];
-      uint32_t larger = 0;
-      for (uint32_t j = 0; j < inside; ++j) larger += s.ties[j] > own;
-      const int entry = int(entry_of(own)) - share * rank, at = entry % (128 * quads);
+      const int entry = int(entry_of(s.ties[threadIdx.x])) - share * rank, at = entry % (128 * quads);
       const int owner = entry / (128 * quads) * 32 + at % 128 / 4;
-      if (larger < wanted) {
+      if (larger_ties(s, inside) < wanted) {
         if (entry >= 0 && entry < share) atomicOr(&s.chosen[owner], 1u << (4 * (at / 128) + at % 4));
         if constexpr (clustered) {
           if (entry < 0) atomicAdd(&s.lower_best, 1u);
@@ -588,9 +816,6 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     for (; four; four &= four - 1) t.rows[at++] = t.row(place[i], 4 * lane) + __ffs(four) - 1;
   }
 }
-
-template <int n>
-using Count = std::integral_constant<int, n>;
 
 /// For many tokens that see at most 4 x quads x threads entries: small blocks, `resident` per SM.
 template <typename Params, int threads, int quads, int resident>
@@ -717,7 +942,8 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
 
 template <int threads, int quads, int resident, typename Params>
 cudaError_t launch_held(const Params& p, bool sm_90, cudaStream_t stream) {
-  constexpr unsigned bytes = sizeof(SharedHeld<threads>);
+  using Held = SharedHeld<threads>;
+  constexpr unsigned bytes = sizeof(Held) - (quads > 4 ? 0 : sizeof(typename Held::List));
   static_assert(bytes <= 48 << 10, "more needs an opt-in");
   return launch(select_held_kernel<Params, threads, quads, resident>,
                 {dim3(unsigned(p.tokens)), threads, bytes, 1, sm_90}, stream, p);

@@ -1,9 +1,15 @@
-// Instructions without a C++ equivalent: tensor-core products, clusters of thread blocks, dynamic shared memory.
+// Instructions without a C++ equivalent: tensor-core products, clusters of thread blocks, dynamic shared memory; and
+// counts as types.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace dsv4 {
+
+/// An argument whose value is known when the code is compiled, so that loops up to it are unrolled.
+template <int n>
+using Count = std::integral_constant<int, n>;
 
 /// The thread block's dynamic shared memory.
 __device__ __forceinline__ void* shared_memory() {

@@ -18,6 +18,9 @@ _OPS = getattr(torch.ops, NAMESPACE)
 # `index_topk` at ratios 1 and 2 scores blocks of this size first.
 CANDIDATE_ENTRIES = 8
 CANDIDATE_HEADS = 32
+# From this number of tokens on, a layer that chooses candidates scores the entries of fewer blocks, the best ones:
+# the scores of the other candidates would cost more than the launch that selects the best blocks.
+MANY_TOKENS = 32
 
 
 def score_columns(visible: int, top: int, listed_blocks: int) -> int:
@@ -119,7 +122,7 @@ def index_topk_of_blocks(
 
     The best entries are in the best blocks: an entry of another block has a lower score than the best entry of each of
     `top` blocks, or the same and a higher number. So the scores of all visible entries are never stored: first the best
-    score of each block, then the scores of the entries of the best blocks.
+    score of each block, then the scores of the entries of the best blocks, which may be `kept` for a few tokens.
 
     `scores` has at least `score_columns` columns, and may have fewer rows than there are tokens, as in `index_topk`.
 
@@ -129,13 +132,15 @@ def index_topk_of_blocks(
     reject_two_levels_at_once(kept, within)
     tokens, top = entry_indices.shape
     visible = block_table.shape[1] * index_keys.shape[1]
+    blocks = -(-visible // CANDIDATE_ENTRIES)
+    if within is not None and blocks <= within.shape[1] and tokens >= MANY_TOKENS:
+        within = None  # all blocks are candidates, and the scores of blocks share the decoded keys of many tokens
     query, weights = prepare_query(q, weights, positions, rope, KeyFormat.MXFP4, hadamard=False)
     lists = within
     if lists is None:
-        wide_enough = kept is not None and kept.shape[1] > top
-        lists = kept if wide_enough else entry_indices.new_empty(tokens, listed_blocks(top, 0 if kept is None else 1))
+        kept_suffices = kept is not None and kept.shape[1] > top and tokens < MANY_TOKENS
+        lists = kept if kept_suffices else entry_indices.new_empty(tokens, listed_blocks(top, 0 if kept is None else 1))
     assert lists is not None
-    blocks = -(-visible // CANDIDATE_ENTRIES)
     for part in _slices(scores, entry_indices):
         cache = index_keys, block_table, token_request[part], positions[part]
         if within is None:

@@ -87,9 +87,6 @@ class Choice:
                 "--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1 have the formats that it was trained with; "
                 "leave it out"
             )
-        for flag, value, served in (("--tp", self.tp, 1), ("--hicache-size", self.host_gb, 0)):
-            if value != served:
-                raise ValueError(f"{flag} {value}: with DeepSeek-V4.1 on GPUs it is rejected at start; give {served}")
 
     def _check_drafts(self) -> None:
         given = f"--speculative-num-draft-tokens {self.draft_tokens}"

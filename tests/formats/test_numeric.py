@@ -29,10 +29,13 @@ EACH(host_e2m1, e2m1(x[i]))
 EACH(host_round_e2m1, round_e2m1(x[i]))
 EACH(host_row_exponent, row_exponent(x[i]))
 EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
+EACH(host_mxfp4_exponent_of_bf16, mxfp4_exponent_of_bf16(bits_of(x[i]) >> 16))
 EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
 EACH(host_e2m1_value, e2m1_value(uint32_t(x[i])))
 EACH(host_channel_at, channel_at(int(x[i])))
-EACH(host_word_in_image, word_in_image(int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
+#define IN_IMAGE(heads) word_in_image(heads, int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2)
+EACH(host_word_in_image_64, IN_IMAGE(64))
+EACH(host_word_in_image_32, IN_IMAGE(32))
 EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
 EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
 extern "C" int host_csa_compressor_states() { return sizeof(kCsaCompressorStates) / sizeof(kCsaCompressorStates[0]); }
@@ -233,6 +236,13 @@ def test_scales_of_keys(host):
         assert torch.equal(got, scales[:, 0].float())
 
 
+def test_scales_of_queries(host):
+    x = all_bf16()
+    x = x[(x >= 6 * 2.0**-126) & (x <= 6 * 2.0**125)]
+    expected = quantise.ceil_pow2_exponent(x * (1.0 / 6.0))
+    assert torch.equal(host("host_mxfp4_exponent_of_bf16", x), expected.float())
+
+
 def test_keys_are_decoded_exactly(host):
     """Test every scale with every code at every position of a word."""
     places = (torch.arange(16)[:, None] + torch.arange(8)) % 16
@@ -263,17 +273,18 @@ def test_channels_of_a_query(host):
     assert host("host_channel_at", torch.arange(16)).tolist() == [*(c := [0, 4, 1, 5, 2, 6, 3, 7]), *(8 + i for i in c)]
 
 
-def test_image_of_a_query(host):
+@pytest.mark.parametrize("heads", [64, 32])
+def test_image_of_a_query(host, heads):
     """The image is the layout of operand B of warpgroup products with a 128-byte swizzle.
 
-    Byte 128 n + k % 128 of each 8192 bytes has address bits 7 to 9 XORed into bits 4 to 6. n is the head. k is the byte
-    position of a word in the order of the steps (eight steps for fp16, four for e4m3).
+    Byte 128 n + k % 128 of each 128 bytes per head has address bits 7 to 9 XORed into bits 4 to 6. n is the head. k is
+    the byte position of a word in the order of the steps (eight steps for fp16, four for e4m3).
     """
-    head, c, step, upper = torch.meshgrid(*(torch.arange(n) for n in (64, 4, 8, 2)), indexing="ij")
+    head, c, step, upper = torch.meshgrid(*(torch.arange(n) for n in (heads, 4, 8, 2)), indexing="ij")
     k = 32 * step + 16 * upper + 4 * c
     byte = 128 * head + k % 128
-    expected = (8192 * (k // 128) + (byte ^ (byte >> 7) % 8 * 16)) // 4
-    assert torch.equal(host("host_word_in_image", torch.arange(4096)), expected.flatten().float())
+    expected = (128 * heads * (k // 128) + (byte ^ (byte >> 7) % 8 * 16)) // 4
+    assert torch.equal(host(f"host_word_in_image_{heads}", torch.arange(64 * heads)), expected.flatten().float())
 
 
 def test_order_of_scores(host):

@@ -3,12 +3,15 @@
 tests/cache/test_v41_cache.py compares the reference with a dense computation, on the GPU too.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import index_steps
 from support.attention_cases import BLOCK_SCALED, assert_attends, attend_case
-from support.candidate_cases import candidate_case, long_case
+from support.candidate_cases import CandidateCase, candidate_case, long_case
 from support.kernel_cases import ops, recorded
+from support.prepared_queries import of_halves, uses_images
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.attention import triton_attend
@@ -59,21 +62,71 @@ def test_a_million_positions(ratio):
     case.check(ops().index_topk, 8, 2048, "cuda")
 
 
-def test_query_of_any_scale():
+@pytest.mark.parametrize("heads", [32, 24])
+def test_query_of_any_scale(heads):
     """Without the Hadamard transform, scales of a head may be 2^31 apart, and outside the range of fp16."""
     g = torch.Generator().manual_seed(1)
-    exponents = torch.randint(-15, 16, (50, 32, 4, 1), generator=g) + torch.randint(
-        -60, 60, (50, 32, 1, 1), generator=g
+    exponents = torch.randint(-15, 16, (50, heads, 4, 1), generator=g) + torch.randint(
+        -60, 60, (50, heads, 1, 1), generator=g
     )
-    q = torch.randn(50, 32, 4, 32, generator=g) * 2.0**exponents
+    q = torch.randn(50, heads, 4, 32, generator=g) * 2.0**exponents
     q = q.flatten(2).bfloat16()
     q[3] = 0
     case = candidate_case(lens=[(0, 50)], ratio=1, top=16)
-    inputs = (x.cuda() for x in (q, torch.ones(50, 32), case.positions, case.rope))
+    inputs = (x.cuda() for x in (q, torch.ones(50, heads), case.positions, case.rope))
     out, gains = cuda_index.prepare_query(*inputs, KeyFormat.MXFP4, hadamard=False)
-    got = out.cpu().unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3).double() * gains.cpu().double()[..., None]
+    got = of_halves(out.cpu(), heads == 32 and uses_images()).double() * gains.cpu().double()[..., None]
     expected = read.index_query(q, case.positions, case.rope, KeyFormat.MXFP4, hadamard=False).double()
     assert torch.equal(got, expected)
+
+
+# Tokens per request so that chunks of 32 tokens contain several requests, tokens without a neighbour of their request,
+# and tokens with nothing to score. Contexts end inside a candidate block and at its end.
+MIXED = [(3001, 3078), (897, 914), (0, 41), (1290, 1291), (1023, 1026), (2047, 2049), (127, 152)]
+FEW_BLOCKS = 4  # selected
+
+
+def block_scores(case: CandidateCase, newest: bool, at_once: int | None = None) -> torch.Tensor:
+    """Return the best score of each block [T, blocks] as the GPU computes it for `at_once` tokens at a time. Scores
+    that are not written are NaN."""
+    q, weights, keys, table, owners, positions, angles = (x.cuda() for x in list(vars(case).values())[:7])
+    query, weights = cuda_index.prepare_query(q, weights, positions, angles, KeyFormat.MXFP4, hadamard=False)
+    columns = table.shape[1] * keys.shape[1] // 8
+    scores = torch.full((len(q), columns + 3), float("nan"), device="cuda")[:, :columns]
+    for part in torch.arange(len(q)).split(at_once or len(q)):
+        part = slice(int(part[0]), int(part[-1]) + 1)
+        cache = keys, table, owners[part], positions[part]
+        ops().index_score_blocks(query[part], weights[part], *cache, case.ratio, FEW_BLOCKS, newest, scores[part])
+    return scores.cpu()
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("heads", [32, 7])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_block_scores(ratio, heads, newest):
+    case = candidate_case(lens=MIXED, ratio=ratio, top=16, heads=heads)
+    got = block_scores(case, newest)
+    expected = torch.full_like(got, float("nan"))
+    for t, visible in enumerate(case.visible.tolist()):
+        blocks = -(-visible // 8)
+        if blocks > FEW_BLOCKS:
+            padded = torch.full((8 * blocks,), float("-inf"), dtype=torch.float64)
+            padded[:visible] = case.scores(t)
+            expected[t, :blocks] = padded.view(-1, 8).amax(1)
+            if newest:
+                expected[t, blocks - 1] = float("inf")
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_block_scores_do_not_depend_on_the_step(ratio):
+    """Bit for bit: a prefill, the same again, one of fewer tokens, and steps of a few tokens."""
+    case = candidate_case(lens=MIXED, ratio=ratio, top=16)
+    case = replace(case, weights=torch.randn(case.weights.shape, generator=torch.Generator().manual_seed(5)))
+    bits = block_scores(case, True).view(torch.int32)
+    assert len(bits) >= 16 * len(MIXED), "counts as a prefill"
+    for at_once in (None, 16 * len(MIXED) + 1, 7):
+        assert torch.equal(block_scores(case, True, at_once).view(torch.int32), bits)
 
 
 def scores_with_corners(width: int) -> torch.Tensor:

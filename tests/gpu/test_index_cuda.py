@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.attention_cases import IndexCase, assert_selects, index_case
 from support.kernel_cases import ops, recorded
+from support.prepared_queries import of_halves, of_image, uses_images
 
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops import cuda_index
@@ -19,27 +20,17 @@ def decode(*visible: int) -> list[tuple[int, int]]:
     return [(4 * n + 1, 4 * n + 2) for n in visible]
 
 
-def of_image(image: torch.Tensor) -> torch.Tensor:
-    """Reorder an image (layout.h) [T, part, head, piece ^ head % 8, c, word] to [T, head, (c, part, piece, word)]."""
-    head, piece = torch.arange(64)[:, None], torch.arange(8)
-    return image[:, :, head, piece ^ head % 8].permute(0, 2, 4, 1, 3, 5).flatten(2)
-
-
 def prepared_query(q: torch.Tensor, case: IndexCase, key_format: KeyFormat) -> torch.Tensor:
     """Return the queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
     ones = torch.ones(q.shape[:2], device="cuda")
     prepared, gains = cuda_index.prepare_query(q.cuda(), ones, case.positions.cuda(), case.rope.cuda(), key_format)
     prepared, gains = prepared.cpu(), gains.cpu()
-    images = key_format.is_fp4 and q.shape[1] == 64 and torch.cuda.get_device_capability()[0] == 9
+    images = key_format.is_fp4 and q.shape[1] == 64 and uses_images()
     if images and key_format is KeyFormat.MXFP4:
         numbers = prepared.flatten(1).view(torch.float8_e4m3fn)[:, : 64 * 128].float()
         return of_image(numbers.view(-1, 1, 64, 8, 4, 4)) * gains.unsqueeze(-1)
     assert (gains == 1).all()
-    if images:
-        prepared = of_image(prepared.view(-1, 2, 64, 8, 4, 2))
-    if key_format.is_fp4:
-        prepared = prepared.unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
-    return prepared.float()
+    return (of_halves(prepared, images) if key_format.is_fp4 else prepared).float()
 
 
 def check(case: IndexCase, exact: bool, **options) -> None:
@@ -156,6 +147,24 @@ def test_query(key_format):
     assert ((got - expected).abs() <= 0.5 * expected.abs() + 0.5 * expected.abs().amax(-1, keepdim=True) / 6).all()
 
 
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
+def test_query_in_each_form(key_format, q_dtype):
+    """The image of 64 heads has the same numbers, bit for bit, as other numbers of heads, which are not images. These
+    include parts of a warp's heads."""
+    g = torch.Generator().manual_seed(2)
+    q = torch.randn(33, 64, 128, generator=g) * 2.0 ** torch.randint(-8, 9, (33, 64, 1), generator=g)
+    q[1] = torch.eye(128)[:64] * torch.linspace(-300, 300, 64)[:, None]  # magnitudes of a block are equal
+    q[2, ::2] = 0.0
+    q[3, 1::2] = -0.0
+    case = index_case(lens=[(0, 33)], heads=64, top=16)
+    expected = prepared_query(q.to(q_dtype), case, key_format)
+    assert len(expected.unique()) > 50
+    for heads in (63, 21, 4, 1):
+        got = torch.cat([prepared_query(x, case, key_format) for x in q.to(q_dtype).split(heads, 1)], 1)
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("lens", [decode(3000, 600, 129), [(900, 950), (40, 44)]], ids=["decode", "prefill"])
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
@@ -177,7 +186,9 @@ def test_scores(lens, key_format, q_dtype):
     [
         (40, 8),
         (4097, 1),
+        (8190, 512),
         (8192, 1024),
+        (12001, 1024),
         (16384, 512),
         (16385, 512),
         (20001, 2048),
@@ -186,11 +197,11 @@ def test_scores(lens, key_format, q_dtype):
         (300000, 1024),
     ],
 )
-@pytest.mark.parametrize("copies", [1, 40], ids=["few", "many"])
-def test_select(width, top, copies):
-    """Few and many tokens use different kernels; long and short lists use different algorithms."""
+@pytest.mark.parametrize("copies, at_once", [(1, 1), (1, 13), (40, 520)], ids=["one", "few", "many"])
+def test_select(width, top, copies, at_once):
+    """One, few and many tokens use different kernels; long and short lists use different algorithms."""
     g = torch.Generator().manual_seed(width)
-    scores = torch.randn(10, width, generator=g)
+    scores = torch.randn(13, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)
     scores[2] = 0.0
     scores[3] = torch.where(torch.rand(width, generator=g) < 0.5, 0.0, -0.0)
@@ -201,13 +212,19 @@ def test_select(width, top, copies):
     scores[6, : width // 8] = 1e20
     scores[8] *= 2e38  # infinite scores, and a range that overflows
     scores[9] = (scores[9] - 3).relu()  # fewer scores than are selected differ from the smallest
-    visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top, width, width])
+    scores[10] = (4 * scores[10]).exp()  # a few scores are far above the others
+    scores[11] = scores[11].sort(descending=True).values
+    scores[12] = scores[12].round(decimals=2)  # ties at the last selected score
+    visible = torch.tensor(
+        [width, width, width, width, width, width - 1, width // 2, top, width, width, width, width - 3, width]
+    )
     cases = len(visible)
     table = torch.arange(-(-width // 32)).int().expand(cases, -1).contiguous()
     rows = torch.full((cases * copies, top), -7, dtype=torch.int32, device="cuda")
     owners, positions = torch.arange(cases).int().repeat(copies), (visible * 4 + 2).repeat(copies)
-    arguments = scores.repeat(copies, 1), table, owners, positions
-    ops().index_select(*(t.cuda() for t in arguments), rows)
+    scores_of_all, table, owners, positions = (t.cuda() for t in (scores.repeat(copies, 1), table, owners, positions))
+    for part in (slice(i, i + at_once) for i in range(0, len(rows), at_once)):
+        ops().index_select(scores_of_all[part], table, owners[part], positions[part], rows[part])
     rows = rows.cpu()
     assert torch.equal(rows, rows[:cases].repeat(copies, 1)), "equal tokens have different rows"
     for t, n in enumerate(visible.tolist()):

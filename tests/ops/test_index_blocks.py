@@ -24,13 +24,14 @@ def _steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
-@pytest.mark.parametrize("slices", [None, 3])
+@pytest.mark.parametrize("slices, first", [(None, 77), (3, 77), (None, 45)], ids=["", "slices", "many"])
 @pytest.mark.parametrize(
     "ratio, heads, top, most", [(1, 32, 24, 9), (1, 32, 24, 30), (2, 32, 64, 3), (2, 5, 16, 90), (1, 32, 1, 3)]
 )
-def test_selection(ratio, heads, top, most, slices, equal):
+def test_selection(ratio, heads, top, most, slices, first, equal):
     """Entries and candidates equal the reference's, with fewer and more candidate blocks than selected entries."""
-    case = candidate_case(lens=[(77, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    case = candidate_case(lens=[(first, 82), (0, 3), (299, 300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    assert (len(case.positions) >= cuda_index.MANY_TOKENS) == (first == 45)
     case.check(cuda_ops.index_topk, 8, most, slices=slices)
 
 

@@ -341,6 +341,12 @@ def test_v41() -> None:
     changes = dict(neighbours(given))
     assert changes and not any("speculative" in change or "dtype" in change for change in changes)
     assert recommend(replace(given, count=2), "latency").choice.draft_tokens == 0
+    halves = plan(replace(given, count=2, tp=2))
+    assert made.tokens < halves.tokens < 2 * made.tokens
+    hosted = plan(replace(given, host_gb=8))
+    per_token = 8 * 10**9 / hosted.host_tokens  # blocks and snapshots
+    assert made.layout.token_bytes < per_token < 2 * made.layout.token_bytes
+    assert "--enable-hierarchical-cache --hicache-size 8" in hosted.choice.command()
     plain = count_weights(changed(V41, quantization_config=None), Format.BF16)
     assert plain.bytes > 1.8 * count_weights(V41, Format.FP8).bytes
 
@@ -672,11 +678,6 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--model narrow", r"config field 'head_dim' is 128; this cache stores only 512"),
         ("--model no-nextn --speculative-num-draft-tokens 4", r"num-draft-tokens 4: .* has no NextN layer"),
         ("--model v41 --tp 1 --speculative-num-draft-tokens 4", r"speculation with DeepSeek-V4.1 is rejected at start"),
-        ("--model v41 --count 2 --tp 2", r"--tp 2: with DeepSeek-V4.1 on GPUs it is rejected at start"),
-        (
-            "--model v41 --tp 1 --hicache-size 8",
-            r"--hicache-size 8: with DeepSeek-V4.1 on GPUs it is rejected .*; give 0",
-        ),
         ("--model v41 --kv-cache-dtype bfloat16", r"--kv-cache-dtype bfloat16: KV entries of DeepSeek-V4.1"),
         ("--model v41-engram", r"'engram_layer_ids': a server rejects DeepSeek-V4.1 with Engram layers"),
         ("--model v41-images", r"'vision_config': a server rejects DeepSeek-V4.1 with images"),

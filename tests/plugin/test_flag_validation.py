@@ -418,8 +418,6 @@ def test_another_model() -> None:
 
 
 V41: dict[str, dict[str, Any]] = {
-    "--tp-size 2": {"device": "cuda", "tp_size": 2},
-    "--enable-hierarchical-cache": {"device": "cuda", "enable_hierarchical_cache": True},
     "--speculative-algorithm DSPARK": {"speculative_algorithm": "DSPARK"},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
     "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
@@ -428,6 +426,15 @@ V41: dict[str, dict[str, Any]] = {
     "a checkpoint with Engram layers (engram_layer_ids)": {"facts": {"engram_layer_ids": [1, 14]}},
     "a checkpoint that takes images (vision_config)": {"facts": {"vision_n_layers": 32}},
 }
+
+V41_SERVED: list[dict[str, Any]] = [
+    {"device": "cpu"},
+    {"device": "cuda"},
+    {"device": "cuda", "enable_hierarchical_cache": True},
+    {"device": "cuda", **SAVER},
+    {"device": "cuda", "tp_size": 2},
+    {"device": "cuda", **RANKS},
+]
 
 
 @pytest.mark.parametrize("named", V41)
@@ -439,8 +446,7 @@ def test_flags_unsupported_with_v41_are_rejected(named: str) -> None:
     asked = {"facts": {}, "options": Options(), **V41[named]}
     said = [line for line in lines("deepseek_v41", **asked) if line.startswith(f"{named} is not supported: ")]
     assert said, lines("deepseek_v41", **asked)
-    served: list[dict[str, Any]] = [{"device": "cpu"}, {"device": "cuda"}, {"device": "cuda", **SAVER}]
-    assert not any(lines("deepseek_v41", {}, Options(), **given) for given in served)
+    assert not any(lines("deepseek_v41", {}, Options(), **served) for served in V41_SERVED)
     assert not [line for line in lines("deepseek_v4", **asked) if line in said]
 
 

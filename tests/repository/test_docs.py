@@ -151,7 +151,7 @@ FIGURES = [
         for n in (64, 256)
     ),
     (README, "decode tokens/s, 1 request", FLASH, {"measure": DECODE, "at": 1}, "value", "{:,.0f}"),
-    (README, "time to first token, 64K prompt", FLASH, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    (RESULTS, "time to first token, prompt of 64K", FLASH, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
     *(
         (README, label, FLASH, {"load": f"20000+{load}"}, "first_token_ms", form)
         for label, load, form in (
@@ -207,6 +207,37 @@ def test_figures_are_those_of_the_results(
         millions = form.endswith(" M")
         cells.append(form.format(*(value / 1e6 if millions else value for value in values)).removesuffix("%"))
     assert f"| {label} | {cells[0]} | {cells[1]} |" in page.read_text()
+
+
+V41_SERVERS = {
+    README: ("ours", "sglang-full", "sglang-best-tails"),
+    RESULTS: ("ours", "sglang-full", "sglang", "sglang-best-tails"),
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "label", "wanted", "field", "form"),
+    [
+        (README, "tokens in the cache", {"measure": TOKENS}, "value", "{:.1f} M"),
+        (README, "first token of a hit, 200 new tokens", {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
+        (README, "time to first token, 8K prompt", {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
+        (README, "time to first token, 64K prompt", {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+        (README, "decode tokens/s, 16 requests", {"measure": DECODE, "at": 16}, "value", "{:,.0f}"),
+        (README, "decode tokens/s, 64 requests", {"measure": DECODE, "at": 64}, "value", "{:,.0f}"),
+        (RESULTS, "tokens in the cache", {"measure": TOKENS}, "value", "{:,.0f}"),
+        (RESULTS, "time to first token, prompt of 8K", {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
+        (RESULTS, "time to first token, prompt of 64K", {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+        (RESULTS, "decode tokens/s, 1 request", {"measure": DECODE, "at": 1}, "value", "{:,.1f}"),
+        (RESULTS, "decode tokens/s, 16 requests", {"measure": DECODE, "at": 16}, "value", "{:,.0f}"),
+        (RESULTS, "decode tokens/s, 64 requests", {"measure": DECODE, "at": 64}, "value", "{:,.0f}"),
+    ],
+)
+def test_figures_of_v41(page: Path, label: str, wanted: dict, field: str, form: str) -> None:
+    rows = {row["subject"]: row for row in rows_of("turns_v41wide") if wanted.items() <= row.items()}
+    values = [rows[server][field] for server in V41_SERVERS[page]]
+    numbers = [value["p50"] if isinstance(value, dict) else value for value in values]
+    cells = [form.format(number / 1e6 if form.endswith(" M") else number) for number in numbers]
+    assert f"| {label} | {' | '.join(cells)} |" in page.read_text()
 
 
 def test_figures_of_a_shared_host_cache() -> None:

@@ -297,15 +297,13 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
         return
     served: dict[str, object] = {"speculative_algorithm": None, "disaggregation_mode": "null"}
     if args.device == "cuda":
-        served |= {"tp_size": 1, "enable_hierarchical_cache": False}
         if (size := getattr(hf_config, "candidate_block_size", CANDIDATE_ENTRIES)) != CANDIDATE_ENTRIES:
             yield f"a checkpoint with candidate_block_size {size}", f"on a GPU it is {CANDIDATE_ENTRIES}"
         if (heads := getattr(hf_config, "index_n_heads", CANDIDATE_HEADS)) > CANDIDATE_HEADS:
             yield f"a checkpoint with index_n_heads {heads}", f"on a GPU there are at most {CANDIDATE_HEADS}"
     for field, tested in served.items():
         if (value := getattr(args, field)) != tested:
-            where = " on a GPU" if args.device == "cuda" else ""
-            yield _named(field, value), f"with DeepSeek-V4.1{where} it has not been tested; leave it out"
+            yield _named(field, value), "with DeepSeek-V4.1 it has not been tested; leave it out"
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
