@@ -54,7 +54,7 @@ struct Found {
 /// Shared memory of the histograms of a thread block.
 template <int threads>
 struct Histogram {
-  uint32_t bins[kBins];
+  alignas(16) uint32_t bins[kBins + 1];  // the last one counts what is in none
   uint32_t warp_sums[threads / 32];
   Found found;
 };
@@ -105,6 +105,19 @@ __device__ __forceinline__ float4 load_four(const float* row, int at, int n, boo
   return {load(at), load(at + 1), load(at + 2), load(at + 3)};
 }
 
+/// The same for `quads` fours, `step` apart.
+template <int quads>
+__device__ __forceinline__ void load_fours(float4 (&v)[quads], const float* row, int at, int step, int n,
+                                           bool aligned) {
+  if (aligned && at + step * (quads - 1) + 3 < n) {  // the usual case: all loads follow one branch
+#pragma unroll
+    for (int i = 0; i < quads; ++i) v[i] = *reinterpret_cast<const float4*>(row + at + step * i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < quads; ++i) v[i] = load_four(row, at + step * i, n, aligned);
+  }
+}
+
 /// Calls f(entry, order) for this block's entries below n, of `ranks` blocks that alternate. f must not assume an
 /// order.
 template <typename F>
@@ -151,21 +164,23 @@ __device__ __forceinline__ uint32_t sum_before(Histogram<threads>& s, uint32_t x
 template <int threads>
 __device__ __forceinline__ Found find_bin(Histogram<threads>& s, uint32_t wanted) {
   constexpr int own = kBins / threads;
-  uint32_t count[own], sum = 0;
-  const int highest = kBins - 1 - own * threadIdx.x;
+  struct alignas(own < 4 ? 4 * own : 16) Own {
+    uint32_t count[own];
+  };
+  const int lowest = kBins - own - own * threadIdx.x;
+  const auto [count] = *reinterpret_cast<const Own*>(&s.bins[lowest]);
+  uint32_t sum = 0;
 #pragma unroll
-  for (int i = 0; i < own; ++i) sum += count[i] = s.bins[highest - i];
+  for (int i = 0; i < own; ++i) sum += count[i];
   uint32_t above = sum_before(s, sum);
   if (above < wanted && wanted <= above + sum) {
-    bool found = false;
+    Found found{uint32_t(lowest + own - 1), above, count[own - 1]};
 #pragma unroll
-    for (int i = 0; i < own; ++i) {
-      if (!found && wanted <= above + count[i]) {
-        s.found = {uint32_t(highest - i), above, count[i]};
-        found = true;
-      }
-      above += found ? 0 : count[i];
+    for (int i = own - 2; i >= 0; --i) {
+      above += count[i + 1];
+      if (above < wanted) found = {uint32_t(lowest + i), above, count[i]};
     }
+    s.found = found;
   }
   __syncthreads();
   return s.found;
@@ -489,7 +504,7 @@ struct EqualBins {
   float low, width, scale;
 
   __device__ __forceinline__ EqualBins(float least, float most, int bins) {
-    low = least, width = __fmul_rd(__fsub_rd(most, least), 1.0f / bins), scale = bins / (most - least);
+    low = least, width = __fmul_rd(__fsub_rd(most, least), 1.0f / bins), scale = __fdividef(bins, most - least);
   }
   template <int bins>
   __device__ __forceinline__ uint32_t of(float score) const {
@@ -512,8 +527,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = share * rank + 4 * threadIdx.x;
   static_assert(quads == 8, "32 flags");
   float4 v[quads];
-#pragma unroll
-  for (int i = 0; i < quads; ++i) v[i] = load_four(t.scores, first + step * i, t.n, p.aligned);
+  load_fours(v, t.scores, first, step, t.n, p.aligned);
   if constexpr (clustered) cluster_wait();
   if (p.top > kGroups) return false;
   // The bound is in the bin of the `top`-th largest of the groups' maxima. For a block of a cluster it is its share of
@@ -543,7 +557,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
 #pragma unroll
   for (int i = 0; i < 4 * parts; ++i) {
     const float x = best[i / 4][i % 4];
-    if (x > none) atomicAdd(&s.bins[bins.of<kBins>(x)], 1u);
+    atomicAdd(&s.bins[x > none ? bins.of<kBins>(x) : kBins], 1u);
   }
   __syncthreads();
   const uint32_t entries = min(t.n - share * rank, share);
@@ -606,9 +620,8 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
     for (int i = 0; i < own; ++i) to[i] = t.place(s.list.scores[min(place + i, count - 1)].y);
 #pragma unroll
     for (int i = 0; i < own; ++i) {
-      if (place + i >= count) continue;
       bin[i] = fine.of<kBins>(score_of(min(order_at(i), highest)));  // NaNs may be above
-      atomicAdd(&s.bins[bin[i]], 1u);
+      atomicAdd(&s.bins[place + i < count ? bin[i] : kBins], 1u);
     }
   }
   __syncthreads();
@@ -675,12 +688,9 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   // Loaded together with the scores, unless that takes more registers than available.
   constexpr bool early = quads <= 4;
   int32_t place[quads];
+  load_fours(v, t.scores, first, 128, n, p.aligned);
 #pragma unroll
-  for (int i = 0; i < quads; ++i) {
-    const int at = first + 128 * i;
-    v[i] = load_four(t.scores, at, n, p.aligned);
-    place[i] = early && at < n ? t.place(at) : 0;
-  }
+  for (int i = 0; i < quads; ++i) place[i] = early && first + 128 * i < n ? t.place(first + 128 * i) : 0;
   if constexpr (clustered && quads <= 4) cluster_wait();
   uint32_t order[quads][4];
 #pragma unroll
@@ -689,24 +699,20 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
 #pragma unroll
     for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // below all scores
   }
-  // All scores above `high` are selected, and `wanted` of the `inside` ones from `low` to `high`, the ties. After
-  // bins of equal width `low` and `high` hold for the thread's scores only.
-  uint32_t low = 1, high = 0xffffffffu, wanted = p.top, inside = n;
+  // The `best` scores are selected, and `wanted` of the `inside` ties: one bit per entry. Ties have orders from `low`
+  // to `high`.
+  uint32_t best = 0, ties = 0, low = 1, high = 0xffffffffu, wanted = p.top, inside = n;
   uint32_t lower_ties = share * rank;  // ties in lower blocks
-  // Calls f(order) for the ties.
-  const auto visit_ties = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < quads; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (order[i][k] >= low && order[i][k] <= high) f(order[i][k]);
-      }
-    }
-  };
-  // Narrows low .. high to the range of all ties.
-  const auto narrow = [&] {
+  const auto in_range = [&](uint32_t x) { return x >= low && x <= high; };
+  // Sets `low` and `high` to the least and the largest order of a tie.
+  const auto narrow = [&](auto is_tie) {
     uint32_t least = 0xffffffffu, most = 0;
-    visit_ties([&](uint32_t x) { least = min(least, x), most = max(most, x); });
+#pragma unroll
+    for (int i = 0; i < 4 * quads; ++i) {
+      const uint32_t x = order[i / 4][i % 4];
+      const bool tie = is_tie(x);
+      least = min(least, tie ? x : 0xffffffffu), most = max(most, tie ? x : 0);
+    }
     least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
     if (lane < ranks) {
       *in_block<clustered>(&s.warp_low[warps * rank + warp], lane) = least;
@@ -721,53 +727,55 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     }
     low = __reduce_min_sync(kAllLanes, least), high = __reduce_max_sync(kAllLanes, most);
   };
-  // Finds the bin of the last tie that is wanted. bin_of(order) is monotone and below `bins`.
+  // Finds the bin of the last score in range that is wanted. bin_of(order) is monotone and below `bins`. There is no
+  // branch, so that the scores do not wait for each other.
   const auto find = [&](auto bin_of) {
-    visit_ties([&](uint32_t x) { atomicAdd(&s.bins[bin_of(x)], 1u); });
+#pragma unroll
+    for (int i = 0; i < 4 * quads; ++i) {
+      const uint32_t x = order[i / 4][i % 4], bin = bin_of(x);
+      atomicAdd(&s.bins[in_range(x) ? bin : kBins], 1u);
+    }
     __syncthreads();
     const Found found = find_bin_of_all(s, wanted, rank, ranks);
     wanted -= found.above, inside = found.inside;
     if constexpr (clustered) lower_ties = s.lower_ties;
     return found.bin;
   };
-  const auto split_bits = [&] {
-    const int bits = 32 - __clz(high - low), shift = bits > bin_bits ? bits - bin_bits : 0;
-    low += find([&](uint32_t x) { return (x - low) >> shift; }) << shift;
-    high = low + min(high - low, (1u << shift) - 1);
+  const auto few_ties = [&] { return inside == wanted || inside <= kTies; };
+  const auto set_bits = [&](auto is_best, auto is_tie) {
+#pragma unroll
+    for (int i = 0; i < 4 * quads; ++i) {
+      const uint32_t x = order[i / 4][i % 4];
+      best |= uint32_t(is_best(x)) << i, ties |= uint32_t(is_tie(x)) << i;
+    }
   };
-  narrow();
+  narrow(in_range);
+  bool done = false;
   if constexpr (clustered || quads <= 4) {
     // With bins of equal width one round is enough, for more instructions per score.
     const EqualBins equal(score_of(low), score_of(high), bins);
     const auto bin_of = [&](uint32_t x) { return equal.of<bins>(score_of(x)); };
     const uint32_t bin = find(bin_of);
-    uint32_t from = 0xffffffffu, to = 0;
-    visit_ties([&](uint32_t x) {
-      const uint32_t own = bin_of(x);
-      if (own >= bin) from = min(from, x);
-      if (own <= bin) to = max(to, x);
-    });
-    low = from, high = to;
-    if (inside != wanted && inside > kTies) narrow();
-  } else {
-    split_bits();
+    const auto is_tie = [&](uint32_t x) { return in_range(x) && bin_of(x) == bin; };
+    done = few_ties();
+    if (done)
+      set_bits([&](uint32_t x) { return in_range(x) && bin_of(x) > bin; }, is_tie);
+    else
+      narrow(is_tie);
   }
-  while (inside != wanted && inside > kTies && low < high) {
-    clear_bins<bins>(s);
-    __syncthreads();
-    split_bits();
-    if constexpr (clustered) wait_for_all<true>();  // before other blocks write s.counts again
+  if (!done) {
+    while (!few_ties() && low < high) {
+      clear_bins<bins>(s);
+      __syncthreads();
+      const int bits = 32 - __clz(high - low), shift = bits > bin_bits ? bits - bin_bits : 0;
+      low += find([&](uint32_t x) { return (x - low) >> shift; }) << shift;
+      high = low + min(high - low, (1u << shift) - 1);
+      if constexpr (clustered) wait_for_all<true>();  // before other blocks write s.counts again
+    }
+    set_bits([&](uint32_t x) { return x > high; }, in_range);
   }
 
-  uint32_t best = 0, ties = 0, before[quads];  // one bit per entry
-#pragma unroll
-  for (int i = 0; i < quads; ++i) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      best |= uint32_t(order[i][k] > high) << (4 * i + k);
-      ties |= uint32_t(order[i][k] >= low && order[i][k] <= high) << (4 * i + k);
-    }
-  }
+  uint32_t before[quads];
   uint32_t lower_best = 0;  // selected in lower blocks, of the ties
   if (inside == wanted) {
     best |= ties;
@@ -775,6 +783,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   } else if (inside <= kTies) {
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
+      if (!(ties >> 4 * i & 15)) continue;  // few threads have ties
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if (!(ties >> (4 * i + k) & 1)) continue;
@@ -811,9 +820,13 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   if constexpr (clustered) lower_best += s.lower_best;
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
-    uint32_t at = lower_best + before[i], four = best >> 4 * i & 15;
+    const uint32_t four = best >> 4 * i & 15;
     if (!early && four) place[i] = t.place(first + 128 * i);
-    for (; four; four &= four - 1) t.rows[at++] = t.row(place[i], 4 * lane) + __ffs(four) - 1;
+    int32_t* to = t.rows + lower_best + before[i];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (four >> k & 1) *to++ = t.row(place[i], 4 * lane) + k;
+    }
   }
 }
 
