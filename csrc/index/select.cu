@@ -6,8 +6,8 @@
 // (`select_held`): it finds the histogram bin that contains the `top`-th largest score, takes everything above it, and
 // the largest of that bin. In a cluster each block has consecutive entries. The blocks write what all must know (range,
 // histogram, numbers of the bin) to each other's shared memory, so each finds and writes its own part of the result.
-// With 32 scores per thread, blocks first try to reduce them to a list of those that reach a threshold as in 1. below
-// (`select_listed`). Blocks with too many such scores read all of them again.
+// With 32 scores per thread, in a cluster 16, blocks first try to reduce them to a list of those that reach a threshold
+// as in 1. below (`select_listed`). Blocks with too many such scores read all of them again.
 //
 // More scores are read twice and mostly not stored:
 //
@@ -79,7 +79,7 @@ struct SharedHeld : Histogram<threads> {
   struct List {
     uint2 scores[kListed];  // bits of a score and its entry
     uint32_t quad_sums[8 * kWarps];
-  } list;  // last, because only blocks with more than four quads per thread use it
+  } list;  // last, because blocks with few scores do not use it
 };
 
 /// The same in a cluster.
@@ -325,8 +325,7 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
 /// The same if the entries of quad i of all warps precede those of quad i + 1. Returns the number of all bits.
 /// `sums`: shared memory for a number per quad and warp.
 template <int quads, int threads>
-__device__ __forceinline__ uint32_t set_before_by_quad(uint32_t (&sums)[quads * threads / 32], uint32_t flags,
-                                                       uint32_t (&before)[quads]) {
+__device__ __forceinline__ uint32_t set_before_by_quad(uint32_t* sums, uint32_t flags, uint32_t (&before)[quads]) {
   constexpr int warps = threads / 32, each = quads * warps / 32;  // sums of a lane
   static_assert(each > 0 && warps % each == 0, "the sums of a warp have the same place in all lanes");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -525,11 +524,11 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
   constexpr int parts = kGroups / (4 * threads), own = kListed / threads;
   constexpr float none = -INFINITY;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = share * rank + 4 * threadIdx.x;
-  static_assert(quads == 8, "32 flags");
+  static_assert(quads <= 8, "one flag per entry");
   float4 v[quads];
   load_fours(v, t.scores, first, step, t.n, p.aligned);
   if constexpr (clustered) cluster_wait();
-  if (p.top > kGroups) return false;
+  if (p.top >= min(kGroups, kListed)) return false;
   // The bound is in the bin of the `top`-th largest of the groups' maxima. For a block of a cluster it is its share of
   // `top`, then the least of the blocks.
   float best[parts][4];
@@ -584,7 +583,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
 #pragma unroll
     for (int k = 3; k >= 0; --k) below = __funnelshift_l(bits_of(four[k] - bound), below, 1);
   }
-  const uint32_t flags = ~below;
+  const uint32_t flags = ~below & 0xffffffffu >> (32 - 4 * quads);
   uint32_t count = set_before_by_quad<quads, threads>(s.list.quad_sums, flags, before), lower = 0;
   if constexpr (clustered) {
     if (threadIdx.x < ranks) *of_block(&s.listed[rank], threadIdx.x) = count;
@@ -631,9 +630,12 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
   const bool done = all || found.inside <= kTies;
   if constexpr (clustered) {
     if (threadIdx.x < ranks) *of_block(&s.done, threadIdx.x) = done;
-    wait_for_all<true>();
+    cluster_arrive();
   }
-  if (!done) return false;
+  if (!done) {
+    if constexpr (clustered) cluster_wait();
+    return false;
+  }
   uint32_t chosen = 0;
 #pragma unroll
   for (int i = 0; i < own; ++i) {
@@ -650,6 +652,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
     __syncthreads();
     chosen |= s.chosen[threadIdx.x];
   }
+  if constexpr (clustered) cluster_wait();
   uint32_t at = sum_before(s, __popc(chosen));
 #pragma unroll
   for (int i = 0; i < own; ++i) {
@@ -668,6 +671,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   constexpr int warps = Held::kWarps, threads = 32 * warps, share = 4 * quads * threads;
   constexpr int bins = clustered ? kClusterBins : kBins, bin_bits = clustered ? kClusterBinBits : kBinBits;
   static_assert(kTies <= threads && warps <= 32, "one thread per tie, one lane per warp");
+  constexpr bool listed = quads >= (clustered ? 4 : 8);  // enough scores that a list of a few of them is faster
   static_assert(quads <= 8, "one bit of `best` per entry");
   static_assert(share <= 0xffff, "a block's counts are 16 bits");
   const int n = t.n;
@@ -679,8 +683,8 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   }
   if (threadIdx.x == 0) s.count = 0;
   s.chosen[threadIdx.x] = 0;
-  clear_bins<(quads > 4 ? kBins : bins)>(s);
-  if constexpr (quads > 4) {
+  clear_bins<(listed ? kBins : bins)>(s);
+  if constexpr (listed) {
     if (select_listed<quads>(p, s, t, rank, ranks)) return;
     clear_bins<bins>(s);
   }
@@ -691,7 +695,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   load_fours(v, t.scores, first, 128, n, p.aligned);
 #pragma unroll
   for (int i = 0; i < quads; ++i) place[i] = early && first + 128 * i < n ? t.place(first + 128 * i) : 0;
-  if constexpr (clustered && quads <= 4) cluster_wait();
+  if constexpr (clustered && !listed) cluster_wait();
   uint32_t order[quads][4];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
