@@ -25,6 +25,7 @@
 //
 // Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 per score, read a second
 // time from L1 or L2.
+#include <algorithm>
 #include <type_traits>
 
 #include "../launch.cuh"
@@ -40,10 +41,11 @@ constexpr int kGroups = 4 * kThreads;  // groups of scores whose maximum is kept
 constexpr int kBins = 2048, kBinBits = 11;
 constexpr int kCandidates = 4096;
 constexpr int kBatch = 4;  // loads of four scores in flight
-constexpr int kMaxCluster = 8;
-constexpr int kShare = 4096;   // entries that justify the barriers of one more block in the cluster
-constexpr int kTies = 128;     // largest bin whose numbers are ranked directly
-constexpr int kListed = 2048;  // scores of a list in shared memory
+constexpr int kMaxCluster = 16;
+constexpr int kHeld = 32 * kThreads;  // scores that a block holds
+constexpr int kShare = 4096;          // entries that justify the barriers of one more block in the cluster
+constexpr int kTies = 128;            // largest bin whose numbers are ranked directly
+constexpr int kListed = 2048;         // scores of a list in shared memory
 constexpr int kClusterBins = 512, kClusterBinBits = 9;  // of a cluster that holds its scores
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -96,7 +98,10 @@ struct SharedHeldByCluster : SharedHeld<threads, true> {
 /// One bit per entry. Words are spread so that threads can process runs of them without bank conflicts.
 __host__ __device__ __forceinline__ int spread(int word) { return word + word / 32; }
 __host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
-unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }
+unsigned shared_bytes(int width) {
+  return std::max(unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)),
+                  unsigned(sizeof(SharedHeldByCluster<kThreads>)));
+}
 
 /// Loads the scores at `at` and the three after it, -infinity from n on.
 __device__ __forceinline__ float4 load_four(const float* row, int at, int n, bool aligned) {
@@ -463,10 +468,9 @@ template <int threads>
 __device__ __forceinline__ Found find_bin_of_all(SharedHeldByCluster<threads>& s, uint32_t wanted, int rank,
                                                  int ranks) {
   constexpr int pieces = kClusterBins / 8;  // of 16 bytes
-  static_assert(threads == kClusterBins && threads == pieces * kMaxCluster,
-                "a bin, and a piece for a block, per thread");
-  const int to = threadIdx.x / pieces, piece = threadIdx.x % pieces;
-  if (to < ranks) {
+  static_assert(threads == kClusterBins && threads % pieces == 0, "a bin, and a piece for some blocks, per thread");
+  const int piece = threadIdx.x % pieces;
+  for (int to = threadIdx.x / pieces; to < ranks; to += threads / pieces) {
     const uint4 a = reinterpret_cast<const uint4*>(s.bins)[2 * piece],
                 b = reinterpret_cast<const uint4*>(s.bins)[2 * piece + 1];
     *of_block(reinterpret_cast<uint4*>(s.counts[rank]) + piece, to) =
@@ -875,7 +879,6 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
       return;
     }
     using Held = std::conditional_t<clustered, SharedHeldByCluster<kThreads>, SharedHeld<kThreads>>;
-    static_assert(sizeof(Held) <= sizeof(Shared));
     Held& held = *static_cast<Held*>(shared_memory());
     const auto select = [&](auto counted) {
       constexpr int quads = decltype(counted)::value, share = 4 * quads * kThreads;
@@ -975,16 +978,31 @@ cudaError_t launch_select(Params p, bool sm_90, int processors, cudaStream_t str
   if (!few && p.width <= 4096) return launch_held<256, 4, 6>(p, sm_90, stream);
   if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);
   if (!few && p.width <= 16384) return launch_held<512, 8, 2>(p, sm_90, stream);
-  p.cluster = 1;
-  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
-    p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
-  const auto kernel = p.cluster > 1 ? select_kernel<Params, true, 1>
-                      : few         ? select_kernel<Params, false, 2>
-                                    : select_kernel<Params, false, 3>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  const auto shape = [&](int cluster) -> LaunchShape {
+    return {dim3(unsigned(p.tokens * cluster)), kThreads, bytes, unsigned(cluster), sm_90};
+  };
+  const auto allow_bytes = [&](auto kernel) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  };
+  // More blocks than are portable only if fewer cannot hold a row.
+  const auto in_clusters = select_kernel<Params, true, 1>;
+  constexpr int portable = kPortableCluster;
+  const int most = p.width > portable * kHeld ? kMaxCluster : portable;
+  p.cluster = 1;
+  while (sm_90 && p.cluster < most && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
+    p.cluster *= 2;
+  cudaError_t error = p.cluster > 1 ? allow_bytes(in_clusters) : cudaSuccess;
+  // No token waits until the clusters of others end.
+  for (int at_once = 0; error == cudaSuccess && p.cluster > 1; p.cluster /= 2) {
+    error = count_clusters_at_once(in_clusters, shape(p.cluster), at_once);
+    if (error == cudaSuccess && at_once >= p.tokens) return launch(in_clusters, shape(p.cluster), stream, p);
+  }
   if (error != cudaSuccess) return error;
-  return launch(kernel, {dim3(unsigned(p.tokens * p.cluster)), kThreads, bytes, unsigned(p.cluster), sm_90}, stream, p);
+  const auto kernel = few ? select_kernel<Params, false, 2> : select_kernel<Params, false, 3>;
+  error = allow_bytes(kernel);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, shape(1), stream, p);
 }
 
 template cudaError_t launch_select(SelectParams, bool, int, cudaStream_t);
