@@ -838,7 +838,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   }
 }
 
-/// For many tokens that see at most 4 x quads x threads entries: small blocks, `resident` per SM.
+/// For tokens that see at most 4 x quads x threads entries: `resident` blocks per SM.
 template <typename Params, int threads, int quads, int resident>
 __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ Params p) {
   let_next_kernel_start();
@@ -978,6 +978,8 @@ cudaError_t launch_select(Params p, bool sm_90, int processors, cudaStream_t str
   if (!few && p.width <= 4096) return launch_held<256, 4, 6>(p, sm_90, stream);
   if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);
   if (!few && p.width <= 16384) return launch_held<512, 8, 2>(p, sm_90, stream);
+  // A large block needs no barriers of a cluster.
+  if (p.tokens <= processors && p.width > kShare && p.width <= 8192) return launch_held<1024, 2, 1>(p, sm_90, stream);
   const unsigned bytes = shared_bytes(p.width);
   const auto shape = [&](int cluster) -> LaunchShape {
     return {dim3(unsigned(p.tokens * cluster)), kThreads, bytes, unsigned(cluster), sm_90};
