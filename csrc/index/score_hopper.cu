@@ -359,6 +359,12 @@ __global__ void __maxnreg__(Numbers::kDecodeRegisters) decode_kernel(const __gri
   };
   int at = begin + group, next = block_of(at + groups);
   const int first_block = block_of(at);
+  if (lane == 0 && warp % 2 == 0) {
+    // A kernel that still runs may write keys, but it writes them to L2.
+    constexpr int bytes = kKeysPerBlock * (kKeyBytes + kKeyScales);
+    prefetch_to_l2(p.keys + first_block * p.block_bytes, bytes);
+    prefetch_to_l2(p.keys + next * p.block_bytes, bytes);
+  }
   wait_for_previous_kernel();
   const auto copy_queries = [&](const Piece& of, int stage) {
     const int count = Sharers<tokens>(s, of.token, p.tokens).count;
