@@ -587,7 +587,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
 #pragma unroll
     for (int k = 3; k >= 0; --k) below = __funnelshift_l(bits_of(four[k] - bound), below, 1);
   }
-  const uint32_t flags = ~below & 0xffffffffu >> (32 - 4 * quads);
+  const uint32_t flags = ~below;  // the lowest 4 x quads count
   uint32_t count = set_before_by_quad<quads, threads>(s.list.quad_sums, flags, before), lower = 0;
   if constexpr (clustered) {
     if (threadIdx.x < ranks) *of_block(&s.listed[rank], threadIdx.x) = count;
