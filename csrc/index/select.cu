@@ -750,6 +750,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     return found.bin;
   };
   const auto few_ties = [&] { return inside == wanted || inside <= kTies; };
+  // Sets the bits of the scores to select and of the ties.
   const auto set_bits = [&](auto is_best, auto is_tie) {
 #pragma unroll
     for (int i = 0; i < 4 * quads; ++i) {
