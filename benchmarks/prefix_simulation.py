@@ -5,7 +5,7 @@
 
 Studies: `loop` (conversations visited in turn), `interval` (of snapshots in long prefills), `share` (of snapshots in
 memory), `memory` (and active conversations; half an hour, left out by --quick), `loads` (those of `prefix_trace`),
-`hints` (of agents, right and wrong ones), `trace` (a trace file of `benchmarks.trace`).
+`hints` (of agents with pauses for tools), `trace` (a trace file of `benchmarks.trace`).
 
 In `trace`, `live` is the file's live tokens over the tokens that the blocks hold, `optimal` the hit rate of an optimal
 cache of these blocks, and `lost` what was computed again for lack of a snapshot. Rows with `slots` unlimited lose only
@@ -14,22 +14,22 @@ where no snapshot was ever taken.
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line, report
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
+from benchmarks.simulated_agents import KINDS, SimulatedAgents
 from benchmarks.simulated_server import CONCURRENCY, Simulation
+from benchmarks.tool_pauses import Load, agent_lengths
 from benchmarks.trace_file import Request, live_tokens, perfect_hits
 from benchmarks.trace_file import load as read
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE as SERVED_SHARE
-from dsv4_sglang.srt.prefix_cache.hint_weights import DEMOTED
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
@@ -43,9 +43,9 @@ UNLIMITED = 1 << 17
 LIVE = (0.5, 2, 8, 20)
 # Memory of blocks and snapshots in the study `loads`.
 LOAD_GIGABYTES = 3.22
-# Hints of a trace, and the weight of retained turns.
-NO_HINTS, RIGHT, WRONG, RANDOM = KINDS = ("none", "right", "wrong", "random")
-RETAINED = 2.0
+# Cache of the server in the study `hints`, for 16 running requests, and the weight of retained conversations.
+AGENT_BLOCKS, AGENT_SNAPSHOTS = 512, 32
+RETAINED = 2
 
 
 class LeastRecentlyUsed(EvictionPolicy):
@@ -67,7 +67,6 @@ def simulate(
     share: float = SHARE,
     interval: int = INTERVAL,
     policy: type[EvictionPolicy] = EvictionPolicy,
-    weights: Mapping[tuple[int, int], float] | None = None,
 ) -> dict[str, float]:
     """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
 
@@ -77,11 +76,10 @@ def simulate(
         share: share of the memory for snapshots; the rest holds blocks.
         interval: tokens between the snapshots of long prefills.
         policy: eviction policy.
-        weights: those of the hints of turns.
     """
     memory = gigabytes * 1e9
     blocks, snapshots = int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES)
-    simulation = Simulation(blocks, snapshots, interval, policy=policy, weights=weights)
+    simulation = Simulation(blocks, snapshots, interval, policy=policy)
     begin = time.perf_counter()
     simulation.run(turns)
     took = time.perf_counter() - begin
@@ -167,28 +165,30 @@ def study_trace(requests: Sequence[Request]) -> Iterator[Row]:
             }
 
 
-def hint_weights(turns: Sequence[Turn], kind: str) -> dict[tuple[int, int], float] | None:
-    """Return the weights of the hints of turns, or None without hints.
+def simulate_agents(multiple: int, kind: str, seconds: float, seed: int = 0) -> dict[str, float]:
+    """Run agents with pauses for tools, as `benchmarks.prefix_trace agents` does on a server. Return their figures.
 
-    A right hint retains a turn that a later one continues, and demotes the others. A wrong one does the opposite.
+    Args:
+        multiple: tokens of the agents' conversations in those of the cache.
+        kind: hints of the agents, one of `simulated_agents.KINDS`.
+        seconds: duration in simulated time.
+        seed: seed of the conversations.
     """
-    if kind == NO_HINTS:
-        return None
-    if kind == RANDOM:
-        rng = random.Random(0)
-        return {turn.key: rng.choice((RETAINED, DEMOTED)) for turn in turns}
-    continued = {(turn.conversation, turn.base) for turn in turns if turn.base >= 0}
-    return {turn.key: RETAINED if (turn.key in continued) == (kind == RIGHT) else DEMOTED for turn in turns}
+    load = Load(agent_lengths(seed), 1.0, seconds, weight=RETAINED)
+    simulation = Simulation(AGENT_BLOCKS, AGENT_SNAPSHOTS, INTERVAL)
+    SimulatedAgents(simulation, load, kind).run(load.agents(multiple * AGENT_BLOCKS * BLOCK))
+    return {
+        "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
+        "lost": round(simulation.lost_tokens / simulation.ideal_tokens, 4),
+        "prompt_tokens": simulation.prompt_tokens,
+    }
 
 
 def study_hints() -> Iterator[Row]:
-    """Vary the hints of agents, with memory for a half and a tenth of their conversations."""
-    for active, visits, sizes in ((150, 8, (3.0, 0.6)), (600, 8, (12.0, 2.4))):
-        turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 64))
-        for gigabytes in sizes:
-            for kind in KINDS:
-                weights = hint_weights(turns, kind)
-                yield {"active": active, "hints": kind, **simulate(turns, gigabytes, weights=weights)}
+    """Vary the hints of agents. Two minutes are what `prefix_trace agents` runs; in ten conversations end, too."""
+    for seconds, multiple, seed, kind in product((120.0, 600.0), (2, 10), range(3), KINDS):
+        row = simulate_agents(multiple, kind, seconds, seed)
+        yield {"live": multiple, "seconds": seconds, "seed": seed, "hints": kind, **row}
 
 
 def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]) -> dict[str, float]:
@@ -259,6 +259,8 @@ def main(argv: list[str] | None = None) -> int:
         "slots",
         "interval",
         "policy",
+        "seconds",
+        "seed",
         "hints",
         "hit",
         "optimal",

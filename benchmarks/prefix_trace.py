@@ -42,13 +42,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line, servers
-from benchmarks.agent_trace import TraceConfig, Turn, growing, load
+from benchmarks.agent_trace import Turn, growing, load
 from benchmarks.bench import Bench, append_rows
 from benchmarks.client import TIERS, Client
-from benchmarks.prefix_simulation import NO_HINTS
 from benchmarks.replay import Replay, Served
 from benchmarks.report import quantile
-from benchmarks.tool_pauses import KINDS, Agents, Load
+from benchmarks.tool_pauses import KINDS, NO_HINTS, Agents, Load, agent_lengths
 
 # Tokens of a later visit.
 NEW_TOKENS = {"append": 200, "generate": 16}
@@ -57,8 +56,6 @@ LOAD += ("generate", "steps", "vocab", "model", "starts", "dry_run")
 LOAD += ("multiples", "agent_seconds", "most_agents", "speed", "weight")
 # Agents that warm up a server hardly pause.
 WARM_UP_SPEED, WARM_UP_SECONDS = 100.0, 15.0
-# Lengths of the system prompts of agents in tokens.
-SYSTEMS = (512, 1024)
 # Lengths of single prompts with which a server that was just started is warmed up.
 WARM_UP = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # (name, tokens in live conversations, figures)
@@ -151,10 +148,7 @@ def run_agents(replay: Replay, args: argparse.Namespace) -> Parts:
     """Run agents with pauses for tools (`benchmarks.tool_pauses`) at multiples of the device cache, with each kind of
     hints, each on an empty cache. Restarting the cache also forgets whose hints came true. Before the first kind agents
     run for a while untimed, so that no kernel is compiled in a load."""
-    config = TraceConfig(
-        conversations=0, active=0, seed=args.seed, turns=(4, 16), tokens=(args.shortest, args.longest), systems=SYSTEMS
-    )
-    load = Load(config, args.speed, args.agent_seconds, args.weight)
+    load = Load(agent_lengths(args.seed, (args.shortest, args.longest)), args.speed, args.agent_seconds, args.weight)
     before = servers.metrics(args.server_url)
     for multiple in args.multiples:
         tokens = multiple * args.device_tokens

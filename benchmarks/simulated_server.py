@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,10 +53,11 @@ class Simulation:
         *,
         concurrency: int = CONCURRENCY,
         policy: type[EvictionPolicy] = EvictionPolicy,
-        weights: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        """`weights`: those of the hints of turns."""
-        self.weights = weights or {}
+        # Hints on the ends of turns, by key.
+        self.hints: dict[tuple[int, int], Hint] = {}
+        # Time in seconds, for hints.
+        self.seconds = 0.0
         self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots, first=1))
         self.tree.registry = SnapshotRegistry(snapshots, policy=policy)
         self.interval, self.concurrency = interval, concurrency
@@ -150,11 +151,18 @@ class Simulation:
         kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
         self.running.append(Running(key, keys, blocks, node, tree.take_due(kept, self.interval)))
 
+    def finish(self, key: tuple[int, int]) -> None:
+        """End a request, unless it ended before for lack of blocks."""
+        for request in [running for running in self.running if running.key == key]:
+            self.running.remove(request)
+            self._finish(request)
+
     def _finish(self, request: Running) -> None:
         tree = self.tree
         end = tree.insert(request.node, request.keys, request.blocks, request.pending)
-        if (weight := self.weights.get(request.key)) is not None and end.snapshot:
-            tree.registry.hint(end.snapshot, Hint(weight, ""))
+        hint, registry = self.hints.get(request.key), tree.registry
+        if hint is not None and end.snapshot and registry.ends_branch(end.snapshot):
+            registry.hint(end.snapshot, hint, self.seconds + hint.seconds if hint.seconds else None)
         tree.block_pool.give_back(request.blocks[end.end :].tolist())
         tree.unlock(request.node)
 

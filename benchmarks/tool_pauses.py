@@ -12,20 +12,24 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count as counter
 from typing import Any
 
 from benchmarks.agent_trace import TraceConfig, Turn, script
-from benchmarks.prefix_simulation import NO_HINTS, RIGHT, WRONG
 from benchmarks.replay import Replay, Served
 
-KINDS = (NO_HINTS, RIGHT, WRONG)
+# Hints of agents.
+NO_HINTS, RIGHT, WRONG = KINDS = ("none", "right", "wrong")
 # Shortest and longest pause for a tool in seconds; their logarithm is uniformly distributed.
 PAUSES = 5.0, 120.0
 # A retained conversation is kept for this multiple of the pause.
 MARGIN = 2
+
+
+def agent_lengths(seed: int, tokens: tuple[int, int] = (2_000, 12_000)) -> TraceConfig:
+    """Return the lengths of the agents' conversations. `tokens`: smallest and largest length of a conversation."""
+    return TraceConfig(conversations=0, active=0, seed=seed, turns=(4, 16), tokens=tokens, systems=(512, 1024))
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,28 @@ class Load:
         """Return the number of agents whose conversations hold about `tokens` tokens at a time."""
         ends = [turn.end for conversation in range(200) for turn in script(self.config, conversation)]
         return max(1, round(tokens / statistics.fmean(ends)))
+
+    def conversation(self, number: int) -> tuple[float, list[tuple[Turn, float]]]:
+        """Return the seconds before a conversation, and its turns with the seconds of the pause after each."""
+        rng = random.Random(f"pauses {number}")
+        # Agents do not start together.
+        begin = rng.uniform(0, PAUSES[0]) / self.speed
+        turns = script(self.config, number)
+        return begin, [(turn, math.exp(rng.uniform(*map(math.log, PAUSES))) / self.speed) for turn in turns]
+
+    def hint(self, kind: str, pause: float, *, last: bool) -> tuple[str, dict[str, int]] | None:
+        """Return the action and the payload of a hint after a turn, or None.
+
+        Args:
+            kind: one of KINDS.
+            pause: seconds until the next turn.
+            last: the turn is the last one of its conversation.
+        """
+        if kind == NO_HINTS:
+            return None
+        if last == (kind == RIGHT):
+            return "demote", {}
+        return "retain", {"seconds": math.ceil(MARGIN * pause), "weight": self.weight}
 
 
 class Agents:
@@ -74,35 +100,24 @@ class Agents:
 
     def _work(self) -> None:
         try:
-            for turn, pause, last in self._turns():
-                self.replay.serve(turn, **self._hints(pause, last=last))
-                self._sleep(pause)
+            while not self._over():
+                with self._lock:
+                    number = next(self._conversations)
+                begin, turns = self.load.conversation(number)
+                self._sleep(begin)
+                for turn, pause in turns:
+                    if self._over():
+                        return
+                    self.replay.serve(turn, **self._hints(pause, last=turn is turns[-1][0]))
+                    self._sleep(pause)
         except BaseException as error:
             self._error = self._error or error
 
-    def _turns(self) -> Iterator[tuple[Turn, float, bool]]:
-        """Yield turns with the pause after them, and True for the last one of a conversation."""
-        while True:
-            with self._lock:
-                conversation = next(self._conversations)
-            turns, rng = script(self.load.config, conversation), random.Random(f"pauses {conversation}")
-            # Agents do not start together.
-            self._sleep(rng.uniform(0, PAUSES[0]) / self.load.speed)
-            for turn in turns:
-                if self._over():
-                    return
-                pause = math.exp(rng.uniform(*map(math.log, PAUSES))) / self.load.speed
-                yield turn, pause, turn is turns[-1]
-
     def _hints(self, pause: float, *, last: bool) -> dict[str, Any]:
         """Return the fields of a request's hints."""
-        if self.kind == NO_HINTS:
+        if (hint := self.load.hint(self.kind, pause, last=last)) is None:
             return {}
-        if last == (self.kind == RIGHT):
-            kind, payload = "demote", dict[str, int]()
-        else:
-            kind, payload = "retain", {"seconds": math.ceil(MARGIN * pause), "weight": self.load.weight}
-        action = {"action_id": "1", "action_type": kind, "action_version": "1", "payload": payload}
+        action = {"action_id": "1", "action_type": hint[0], "action_version": "1", "payload": hint[1]}
         return {"kv_hints": {"protocol_version": "1", "message_id": "1", "actions": [action]}}
 
     def _over(self) -> bool:

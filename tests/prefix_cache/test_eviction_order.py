@@ -84,7 +84,8 @@ class RandomRegistry:
         elif kind == "ghost_hit":
             registry.ghost_hit([rng.randrange(1, 5)])
         elif kind == "hint" and held:
-            registry.hint(held, Hint(rng.choice((DEMOTED, 2.0, 16.0)), ""), rng.choice((None, self.seconds + 9)))
+            hint = Hint(rng.choice((DEMOTED, 2.0, 16.0)), "", rng.choice((0.0, 3.0, 40.0)))
+            registry.hint(held, hint, rng.choice((None, self.seconds + 9)))
         elif kind == "time":
             self.seconds += 1
             registry.end_hints(self.seconds)

@@ -26,7 +26,12 @@ from dsv4_sglang.srt.launch.command import Command, cpu_environment
 from support import server_forkserver
 
 # These modules share a scheduler, which the plugin speculation_judge starts.
-SCHEDULER = ("test_scheduler_speculation.py", "test_scheduler_faults.py", "test_scheduler_sleep.py")
+SCHEDULER = (
+    "test_scheduler_speculation.py",
+    "test_scheduler_faults.py",
+    "test_scheduler_results.py",
+    "test_scheduler_sleep.py",
+)
 # The group of each module.
 GROUPS = {
     **dict.fromkeys(SCHEDULER, "scheduler"),

@@ -101,6 +101,9 @@ ALWAYS: Table = {
     "the context of DSPARK's stages is stored in the window rings, and completes the snapshots of a step": {
         targets.WRITE_CONTEXT: speculation.write_context
     },
+    "first tokens are sent before their prompts are cached; SGLang caches all prompts of a step first": {
+        targets.PREFILL_RESULT: snapshot_schedule.send_before_caching
+    },
     "a finished request is inserted up to its last snapshot; SGLang would insert a state with all drafts": {
         targets.MAY_CACHE_FINISHED: always_cache
     },

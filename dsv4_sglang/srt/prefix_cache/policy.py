@@ -38,9 +38,9 @@ class EvictionPolicy:
 
     `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
     taken or last resumed from. `interval` is a moving average of the times between uses of the branch, and the mean is
-    that of `ReuseEstimate`. `weight` is that of a hint (`HintWeights`), else 1. The code compares the reciprocal of the
-    value, `eviction_score`: the highest score is evicted first. Blocks are evicted by `reuse_interval` divided by
-    `weight`, since every block saves the same number of tokens.
+    that of `ReuseEstimate`. A hint (`HintWeights`) replaces both by the wait that it lets expect, and has a `weight`,
+    else 1. The code compares the reciprocal of the value, `eviction_score`: the highest score is evicted first. Blocks
+    are evicted by `reuse_interval` divided by `weight`, since every block saves the same number of tokens.
 
     A branch with an interval too long for the pool is thus evicted before branches that the pool can hold. Before the
     first reuse all intervals are unknown, and the oldest snapshots stay.
@@ -60,7 +60,7 @@ class EvictionPolicy:
     # Values
 
     def _interval(self, number: int) -> float:
-        return float(self.registry.interval[number])
+        return float(self.registry.hints.expected[number] or self.registry.interval[number])
 
     def _cost(self, number: int) -> float:
         """Return the element of `recompute_cost` for one snapshot."""
@@ -82,9 +82,10 @@ class EvictionPolicy:
     def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
         """Return the expected time to reuse (reciprocal of its probability) of the snapshots `at`, divided by the
         weights of their hints, float64."""
-        last, known = self.registry.last[at], self.registry.interval[at]
+        last, known, hinted = self.registry.last[at], self.registry.interval[at], self.registry.hints.expected[at]
         # In place, because the columns of a large registry do not fit into the processor's caches.
         expected = np.where(known > 0, known, self.registry.reuse.mean_interval)
+        np.copyto(expected, hinted, where=hinted > 0)
         np.maximum(expected, self.registry.now - last, out=expected)
         np.maximum(expected, 1.0, out=expected)
         expected *= 1 + TIE * last

@@ -23,7 +23,7 @@ from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, Tenants
 
-# Evicted branches that are remembered for ghost hits, per place of the registry.
+# Evicted branches that are remembered for ghost hits and for the judgement of hints, per place of the registry.
 REMEMBERED = 4
 
 
@@ -69,7 +69,7 @@ class SnapshotRegistry:
         # Number of snapshots that have this one as `previous`.
         self.followers = np.zeros(size, dtype=np.int64)
         self.copies = HostCopies(size)
-        self.hints = HintWeights(size)
+        self.hints = HintWeights(size, REMEMBERED * size)
         self.tenants = tenants or Tenants()
         self.reuse = ReuseEstimate(REMEMBERED * size)
         self.policy = policy(self)
@@ -121,11 +121,11 @@ class SnapshotRegistry:
         if not self.in_registry[slot] or self.locks[slot]:
             raise ValueError(f"snapshot slot {slot} is {'locked' if self.in_registry[slot] else 'not in the registry'}")
         self.changes += 1
-        if not self.followers[slot]:
+        if self.ends_branch(slot):
             self.reuse.wait_ended(float(self.now - self.last[slot]), reused=False)
             if path_hash:
                 self.reuse.remember(path_hash, int(self.last[slot]))
-        self.hints.evicted(slot, path_hash, self.now)
+        self.hints.evicted(slot, path_hash, last=int(self.last[slot]), now=self.now)
         following, previous = list(self.following(slot)), int(self.previous[slot])
         for number in following:
             self._count(number, self._tokens_of(slot), 0)
@@ -193,10 +193,12 @@ class SnapshotRegistry:
         since = float(self.now - self.last[slot])
         known = self.interval[slot]
         self.interval[slot] = since if known == 0 else (known + since) / 2
-        if not self.followers[slot]:
+        if self.ends_branch(slot):
             self.reuse.wait_ended(since, reused=True)
+            self.hints.used(slot, since)
+        else:
+            self.hints.drop(slot)
         self.last[slot] = self.now
-        self.hints.used(slot)
         self.policy.changed(slot)
         return since
 
@@ -223,7 +225,7 @@ class SnapshotRegistry:
             The time since the last use of the longest evicted path. 0 if none is remembered.
         """
         path_hashes = list(path_hashes)
-        self.hints.returned(path_hashes, self.now, self.reuse.mean_reuse_wait)
+        self.hints.returned(path_hashes, self.now, self.reuse.typical_wait())
         since = self.reuse.ghost_hit(path_hashes, self.now)
         if since is None:
             return 0.0
@@ -244,6 +246,10 @@ class SnapshotRegistry:
         self.locks[slot] -= 1
         assert self.locks[slot] >= 0, f"snapshot slot {slot} unlocked once too often"
         self.policy.changed(slot)
+
+    def ends_branch(self, slot: int) -> bool:
+        """Return True if no later snapshot is on a path through this one, so that it belongs to one conversation."""
+        return not self.followers[slot]
 
     def superseded(self, slot: int) -> bool:
         """Return True if a later snapshot is on the same branch, on the device or on the host."""

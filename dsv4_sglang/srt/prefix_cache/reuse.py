@@ -39,8 +39,9 @@ class ReuseEstimate:
         self.mean_interval = UNKNOWN
         # Moving sums over the last branch ends: the time that they waited, and how many of them were reused.
         self.wait_total = self.reuses = 0.0
-        # Moving average of the wait of those that were reused.
+        # Moving average of the wait of those that were reused, and the number of all of them.
         self.mean_reuse_wait = 0.0
+        self.returns = 0
         # Ghosts: path hash of the end of an evicted branch -> time of its last use. Oldest eviction first.
         self._ghosts: dict[int, int] = {}
         self._most_ghosts = most_ghosts
@@ -79,7 +80,12 @@ class ReuseEstimate:
                 return wait
         return None
 
+    def typical_wait(self) -> float:
+        """Return the mean wait of reused branches, or 0 while it is an average of a few."""
+        return self.mean_reuse_wait if self.returns >= REUSE_MEMORY else 0.0
+
     def _reused_after(self, wait: float) -> None:
+        self.returns += 1
         self.mean_reuse_wait += (wait - self.mean_reuse_wait) / (REUSE_MEMORY if self.mean_reuse_wait else 1)
 
     def _estimate(self) -> None:

@@ -20,7 +20,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import component_of
 from dsv4_sglang.srt.prefix_cache.notes import BatchNote, RequestNote
-from dsv4_sglang.srt.sglang.scheduler import note_track_positions, track_entry
+from dsv4_sglang.srt.sglang.scheduler import deferred_caching, note_track_positions, track_entry
 
 
 class PrefillPlanTaker:
@@ -128,6 +128,22 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
     original(req, tree_cache, *arguments, **named)
     if for_memory and isinstance(tree_cache, PrefixCache):
         tree_cache.retracted(req)
+
+
+def send_before_caching(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
+    """AROUND `SchedulerBatchResultProcessor.process_batch_result_prefill`: send the first tokens of a step, then insert
+    its requests into the tree.
+
+    SGLang's function ends with sending. An insertion takes 0.5 ms of the CPU per request (a cached prefix of 20,000
+    tokens), and every first token of the step would wait for all of them.
+    """
+    with deferred_caching() as calls:
+        original(processor, batch, result)
+    allocator = processor.token_to_kv_pool_allocator
+    allocator.free_group_begin()
+    for call in calls:
+        call()
+    allocator.free_group_end()
 
 
 def note_running_batch(

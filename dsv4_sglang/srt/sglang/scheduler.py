@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+from dsv4_sglang.srt.sglang.models import replaced
 
 
 def is_paused(scheduler: Any) -> bool:
@@ -55,6 +59,22 @@ def track_entry(taken: bool) -> Any:
 def note_track_positions(batch: Any) -> None:
     """Set the snapshot position of each request, which the processing of a decode step reads. There is one here."""
     batch.mamba_track_buffer_indices = [0] * len(batch.reqs)
+
+
+@contextmanager
+def deferred_caching() -> Iterator[list[Callable[[], None]]]:
+    """Context manager: the result of a step does not insert its requests into the prefix tree, and frees nothing of
+    finished ones. Yield the list of these calls, in order, for the caller to make."""
+    from sglang.srt.managers.scheduler_components import batch_result_processor as results
+
+    calls: list[Callable[[], None]] = []
+
+    def defer(function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments, **named: calls.append(partial(function, *arguments, **named))
+
+    deferred = {name: defer(getattr(results, name)) for name in ("checkpoint_kv_cache", "release_kv_cache")}
+    with replaced(results, **deferred):
+        yield calls
 
 
 def seconds_since_created(req: Any) -> float:
