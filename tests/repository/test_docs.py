@@ -141,9 +141,17 @@ def test_the_site_has_every_page() -> None:
 
 # The main figures as in the benchmark files: page, row, file, filter on the file's rows, field, format.
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
+HINTS = ROOT / "docs" / "guides" / "hints.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
 FLASH, DP2, ROUNDS = "turns_v4flash_tp2", "serve_v4flash_dp2", "serve_eagle3_v4flash_tp2"
 AGENTS = {"scenario": "trace", "part": "155 conversations"}
+V41 = "turns_v41wide"
+# Servers of the columns.
+COLUMNS = ("ours",), ("in-tree", "sglang-best")
+V41_COLUMNS = {
+    README: (("ours",), ("sglang-full",), ("sglang-best-tails",)),
+    RESULTS: (("ours",), ("sglang-full",), ("sglang",), ("sglang-best-tails",)),
+}
 FIGURES = [
     (README, "tokens in the cache", FLASH, {"measure": TOKENS}, "value", "{:.1f} M"),
     *(
@@ -179,6 +187,19 @@ FIGURES = [
         (RESULTS, f"{new:,} x 1", "turns", {"load": f"20000+{new}x1"}, "first_token_ms", "{:.1f}/{:.1f} ms")
         for new in (20, 200, 1000)
     ),
+    (README, "tokens in the cache", V41, {"measure": TOKENS}, "value", "{:.1f} M"),
+    (README, "first token of a hit, 200 new tokens", V41, {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
+    (README, "time to first token, 8K prompt", V41, {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
+    (README, "time to first token, 64K prompt", V41, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    (RESULTS, "tokens in the cache", V41, {"measure": TOKENS}, "value", "{:,.0f}"),
+    (RESULTS, "time to first token, prompt of 8K", V41, {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
+    (RESULTS, "time to first token, prompt of 64K", V41, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    (RESULTS, "decode tokens/s, 1 request", V41, {"measure": DECODE, "at": 1}, "value", "{:,.1f}"),
+    *(
+        (page, f"decode tokens/s, {n} requests", V41, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        for page in (README, RESULTS)
+        for n in (16, 64)
+    ),
 ]
 
 
@@ -197,7 +218,7 @@ def test_figures_are_those_of_the_results(
     page: Path, label: str, name: str, wanted: dict, field: str, form: str
 ) -> None:
     cells = []
-    for subjects in (("ours",), ("in-tree", "sglang-best")):
+    for subjects in V41_COLUMNS[page] if name == V41 else COLUMNS:
         rows = [row for row in rows_of(name) if row["subject"] in subjects and wanted.items() <= row.items()]
         starts = rows if "start" in rows[-1] else rows[-1:]
         spread = [
@@ -206,37 +227,6 @@ def test_figures_are_those_of_the_results(
         values = [fmean(row[quantile] for row in spread) for quantile in ("p50", "p95")]
         millions = form.endswith(" M")
         cells.append(form.format(*(value / 1e6 if millions else value for value in values)).removesuffix("%"))
-    assert f"| {label} | {cells[0]} | {cells[1]} |" in page.read_text()
-
-
-V41_SERVERS = {
-    README: ("ours", "sglang-full", "sglang-best-tails"),
-    RESULTS: ("ours", "sglang-full", "sglang", "sglang-best-tails"),
-}
-
-
-@pytest.mark.parametrize(
-    ("page", "label", "wanted", "field", "form"),
-    [
-        (README, "tokens in the cache", {"measure": TOKENS}, "value", "{:.1f} M"),
-        (README, "first token of a hit, 200 new tokens", {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
-        (README, "time to first token, 8K prompt", {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
-        (README, "time to first token, 64K prompt", {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
-        (README, "decode tokens/s, 16 requests", {"measure": DECODE, "at": 16}, "value", "{:,.0f}"),
-        (README, "decode tokens/s, 64 requests", {"measure": DECODE, "at": 64}, "value", "{:,.0f}"),
-        (RESULTS, "tokens in the cache", {"measure": TOKENS}, "value", "{:,.0f}"),
-        (RESULTS, "time to first token, prompt of 8K", {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
-        (RESULTS, "time to first token, prompt of 64K", {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
-        (RESULTS, "decode tokens/s, 1 request", {"measure": DECODE, "at": 1}, "value", "{:,.1f}"),
-        (RESULTS, "decode tokens/s, 16 requests", {"measure": DECODE, "at": 16}, "value", "{:,.0f}"),
-        (RESULTS, "decode tokens/s, 64 requests", {"measure": DECODE, "at": 64}, "value", "{:,.0f}"),
-    ],
-)
-def test_figures_of_v41(page: Path, label: str, wanted: dict, field: str, form: str) -> None:
-    rows = {row["subject"]: row for row in rows_of("turns_v41wide") if wanted.items() <= row.items()}
-    values = [rows[server][field] for server in V41_SERVERS[page]]
-    numbers = [value["p50"] if isinstance(value, dict) else value for value in values]
-    cells = [form.format(number / 1e6 if form.endswith(" M") else number) for number in numbers]
     assert f"| {label} | {' | '.join(cells)} |" in page.read_text()
 
 
@@ -256,6 +246,15 @@ def test_figures_of_a_shared_host_cache() -> None:
         )
         in text
     )
+
+
+def test_figures_of_hints() -> None:
+    rows = [row for row in rows_of("prefix_simulation_hints") if (row["live"], row["seconds"]) == (10, 600.0)]
+    none, right, wrong = (
+        fmean(row["hit"] for row in rows if row["hints"] == kind) for kind in ("none", "right", "wrong")
+    )
+    assert f"hit {right:.0%} with right hints and {none:.0%} otherwise".replace("%", " %") in HINTS.read_text()
+    assert wrong == none
 
 
 def test_agents_of_the_readme() -> None:
