@@ -217,7 +217,7 @@ def test_waits_are_those_of_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_conversation_that_returns_later_is_evicted_first() -> None:
-    """Of two retained conversations, the one with more seconds. If it is not expected soon, also before others."""
+    """More seconds mean an earlier eviction. A late return is evicted before conversations without a hint."""
     registry = SnapshotRegistry(4)
     registry.hints.trust.trusts = lambda hint: True  # type: ignore[method-assign]
     registry.reuse.mean_interval = 50.0

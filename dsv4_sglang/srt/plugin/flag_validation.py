@@ -303,7 +303,7 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
             yield f"a checkpoint with index_n_heads {heads}", f"on a GPU there are at most {CANDIDATE_HEADS}"
     for field, tested in served.items():
         if (value := getattr(args, field)) != tested:
-            yield _named(field, value), "with DeepSeek-V4.1 it has not been tested; leave it out"
+            yield _named(field, value), "it has not been tested with DeepSeek-V4.1; leave it out"
     if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         reason = "KV entries of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
         yield _named("kv_cache_dtype", args.kv_cache_dtype), reason

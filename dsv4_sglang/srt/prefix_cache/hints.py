@@ -31,9 +31,7 @@ class Retain(msgspec.Struct, forbid_unknown_fields=True):
     """Payload of `retain`: the conversation returns within some seconds. Until then its value is multiplied by
     `weight`, and its wait is expected from `seconds` (`ExpectedWaits`).
 
-    The number of different weights is small, because an eviction compares the oldest snapshots of each. At twice the
-    cache, right hints gain 2.5 points of hits with a weight of 2, and 1.3 with 8
-    (`benchmarks/prefix_simulation.py`, two minutes of the study `hints`).
+    The number of different weights is small, because an eviction compares the oldest snapshots of each.
     """
 
     seconds: Seconds

@@ -95,7 +95,7 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
         self.changes += 1
         # A continued branch keeps its interval. A fork starts a branch with no history.
-        self.interval[slot] = self.interval[previous] if previous and not self.followers[previous] else 0.0
+        self.interval[slot] = self.interval[previous] if previous and self.ends_branch(previous) else 0.0
         self.in_registry[slot] = True
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
         following = list(following)
@@ -257,6 +257,6 @@ class SnapshotRegistry:
 
     def following(self, slot: int) -> set[int]:
         """Return the next snapshots on the paths below this one."""
-        if not self.followers[slot]:
+        if self.ends_branch(slot):
             return set()
         return set(np.flatnonzero(self.in_registry & (self.previous == slot)).tolist())
