@@ -13,8 +13,8 @@ Models (benchmarks/configs, dummy weights):
 - v4flash_fp4: the same with all 256 experts in FP4, as it was released, for four or more GPUs,
 - v41wide: the 40 layers of V4.1-Flash and its widths except those of the experts, without Engram layers. Servers have
   64 requests. SGLang has modes for it: `--servers ours,sglang,sglang-full,sglang-tails,sglang-encoder-replay,
-  sglang-best-tails`, which are its default, all layers for all tokens, 1,024 windows of prefixes, none of them, and
-  prefill graphs beside 1,024.
+  sglang-best-tails,sglang-best-full`, which are its default, all layers for all tokens, 1,024 windows of prefixes, none
+  of them, and prefill graphs beside 1,024, without and with all layers.
 
 One server runs at a time on the same GPUs, both with the same flags. Every size runs once with other tokens before it
 is timed. Measures:

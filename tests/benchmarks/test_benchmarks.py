@@ -498,6 +498,7 @@ V41_MODES = {
     "sglang-tails": (True, False, 1024),
     "sglang-encoder-replay": (True, True, None),
     "sglang-best-tails": (True, False, 1024),
+    "sglang-best-full": (False, False, 1024),
 }
 
 
