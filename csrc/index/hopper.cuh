@@ -50,11 +50,6 @@ __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 
-/// Prefetches global memory to L2. Address and size are multiples of 16.
-__device__ __forceinline__ void prefetch_to_l2(const void* p, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
-}
-
 /// Returns the descriptor of an operand of 64 rows at a shared address: rows of 128 bytes, 16-byte pieces swizzled as
 /// in `word_in_image`.
 __device__ __forceinline__ uint64_t operand_in_shared(uint32_t address) {

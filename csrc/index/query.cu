@@ -144,9 +144,8 @@ __device__ __forceinline__ void store_halves(const QueryParams& p, const Pairs& 
   }
 }
 
-/// At most 32 registers per thread, so that two blocks fit into an SM beside one that scores (score_hopper.cu).
 template <bool with_hadamard>
-__global__ void __launch_bounds__(32 * kWarps, 16) query_kernel(const __grid_constant__ QueryParams p) {
+__global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constant__ QueryParams p) {
   let_next_kernel_start();
   const int j = threadIdx.x % kHeadLanes;
   // All lanes take part in the exchanges: those without a head repeat the last one and store the same.

@@ -42,14 +42,13 @@ constexpr int kProductTokens = 1;
 template <>
 constexpr int kProductTokens<CandidateScoreParams> = kIndexHeads / kCandidateHeads;
 
-/// Products in fp16, for any scales, or in e4m3, for powers of two: bytes of a query, the number of tiles that a
-/// warpgroup keeps in a prefill, and most registers of a thread in decode. 128 fill an SM, so that this kernel's blocks
-/// start after those of index_query. 112 leave registers for two of them, which then overlap with its beginning.
+/// Products in fp16, for any scales, or in e4m3, for powers of two: bytes of a query, and the number of tiles that a
+/// warpgroup keeps in a prefill.
 struct Halves {
-  static constexpr int kQueryBytes = kIndexHeads * kIndexDim * 2, kPrefillTiles = 2, kDecodeRegisters = 128;
+  static constexpr int kQueryBytes = kIndexHeads * kIndexDim * 2, kPrefillTiles = 2;
 };
 struct Bytes {
-  static constexpr int kQueryBytes = kIndexHeads * kIndexDim, kPrefillTiles = 3, kDecodeRegisters = 112;
+  static constexpr int kQueryBytes = kIndexHeads * kIndexDim, kPrefillTiles = 3;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -330,7 +329,7 @@ __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<
 
 /// Grid: any number of thread blocks. At most kMaxListedTokens tokens.
 template <typename Numbers, int tokens>
-__global__ void __maxnreg__(Numbers::kDecodeRegisters) decode_kernel(const __grid_constant__ ScoreParams p) {
+__global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int groups = kDecodeGroups;
   auto& s = *static_cast<DecodeShared<tokens, Numbers::kQueryBytes>*>(shared_memory_1024());
@@ -359,12 +358,6 @@ __global__ void __maxnreg__(Numbers::kDecodeRegisters) decode_kernel(const __gri
   };
   int at = begin + group, next = block_of(at + groups);
   const int first_block = block_of(at);
-  if (lane == 0 && warp % 2 == 0) {
-    // A kernel that still runs may write keys, but it writes them to L2.
-    constexpr int bytes = kKeysPerBlock * (kKeyBytes + kKeyScales);
-    prefetch_to_l2(p.keys + first_block * p.block_bytes, bytes);
-    prefetch_to_l2(p.keys + next * p.block_bytes, bytes);
-  }
   wait_for_previous_kernel();
   const auto copy_queries = [&](const Piece& of, int stage) {
     const int count = Sharers<tokens>(s, of.token, p.tokens).count;

@@ -49,7 +49,8 @@ constexpr int kListed = 2048;         // scores of a list in shared memory
 constexpr int kClusterBins = 512, kClusterBinBits = 9;  // of a cluster that holds its scores
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-struct Found {
+/// Aligned, because it is read as a vector, which must not contain what other threads write.
+struct alignas(16) Found {
   uint32_t bin, above, inside;  // numbers in higher bins, and in this bin
 };
 
