@@ -62,7 +62,7 @@ def in_tree_decode(
         device: device of the tensors.
         layers: number of layers.
     """
-    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
     pages = 2 * (case.batch + 1)
     window = [tables.random_pages(pages, WINDOW_PAGE, page_bytes(WINDOW_PAGE), device) for _ in range(layers)]
@@ -107,9 +107,9 @@ def in_tree_prefill(
     It does the work of `DeepseekV4AttnBackend._forward_prefill_sparse` for one request. The arguments are those of
     `in_tree_decode`.
     """
-    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
     from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged_dsv4
     from sglang.kernels.ops.attention.dsv4.sparse_prefill_kernels import combine_topk_swa_indices
+    from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_sparse_fwd
 
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

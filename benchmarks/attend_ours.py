@@ -156,7 +156,7 @@ def direct(
         lists: lists of the step.
         entries: KV buffer of each layer.
     """
-    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     schedule = get_mla_metadata()[0]
 
@@ -177,6 +177,7 @@ def direct(
                 extra_k_cache=entries[layer].unsqueeze(2),
                 extra_indices_in_kvcache=lists.entries[layer].unsqueeze(1),
                 extra_topk_length=lists.entry_lens,
+                use_legacy=True,
             )
 
     return step

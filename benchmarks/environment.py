@@ -12,7 +12,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT_VARIABLE = "DSV4_COMMIT"
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "deep-gemm", "flashinfer-python", "transformers")
+PACKAGES = (
+    "torch",
+    "triton",
+    "sglang",
+    "sglang-kernel",
+    "sgl-flash-mla",
+    "deep-gemm",
+    "flashinfer-python",
+    "transformers",
+)
 GPU_FIELDS = ("name", "driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
 
 

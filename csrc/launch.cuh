@@ -38,24 +38,52 @@ struct LaunchShape {
   bool overlap;      // overlap with the previous kernel
 };
 
-template <typename Params>
-cudaError_t launch(void (*kernel)(Params), const LaunchShape& shape, cudaStream_t stream, const Params& params) {
+/// The runtime's form of a shape.
+struct LaunchConfig {
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
-  config.gridDim = shape.grid;
-  config.blockDim = dim3(shape.threads);
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  if (shape.overlap) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+
+  LaunchConfig(const LaunchShape& shape, cudaStream_t stream) {
+    config.gridDim = shape.grid;
+    config.blockDim = dim3(shape.threads);
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (shape.overlap) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (shape.cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
+    }
   }
-  if (shape.cluster > 1) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
-  }
-  return cudaLaunchKernelEx(&config, kernel, params);
+  LaunchConfig(const LaunchConfig&) = delete;  // `config` points to `attributes`
+};
+
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), const LaunchShape& shape, cudaStream_t stream, const Params& params) {
+  const LaunchConfig with(shape, stream);
+  return cudaLaunchKernelEx(&with.config, kernel, params);
+}
+
+constexpr unsigned kPortableCluster = 8;  // blocks of a cluster that every GPU with clusters supports
+
+/// Sets `count` to the number of clusters of this shape that the GPU can run at once, as each needs SMs of one GPC. 0
+/// if it does not support clusters of this size.
+template <typename Params>
+cudaError_t count_clusters_at_once(void (*kernel)(Params), LaunchShape shape, int& count) {
+  count = 0;
+  shape.overlap = false;
+  const bool portable = shape.cluster <= kPortableCluster;
+  cudaError_t error = cudaSuccess;
+  if (!portable) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  const LaunchConfig with(shape, nullptr);
+  if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&count, kernel, &with.config);
+  if (error == cudaSuccess || portable) return error;
+  cudaGetLastError();  // no later check should report it
+  count = 0;
+  return cudaSuccess;
 }
 
 }  // namespace dsv4

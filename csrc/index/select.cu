@@ -6,8 +6,8 @@
 // (`select_held`): it finds the histogram bin that contains the `top`-th largest score, takes everything above it, and
 // the largest of that bin. In a cluster each block has consecutive entries. The blocks write what all must know (range,
 // histogram, numbers of the bin) to each other's shared memory, so each finds and writes its own part of the result.
-// With 32 scores per thread, blocks first try to reduce them to a list of those that reach a threshold as in 1. below
-// (`select_listed`). Blocks with too many such scores read all of them again.
+// With 32 scores per thread, in a cluster 16, blocks first try to reduce them to a list of those that reach a threshold
+// as in 1. below (`select_listed`). Blocks with too many such scores read all of them again.
 //
 // More scores are read twice and mostly not stored:
 //
@@ -25,6 +25,7 @@
 //
 // Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 per score, read a second
 // time from L1 or L2.
+#include <algorithm>
 #include <type_traits>
 
 #include "../launch.cuh"
@@ -40,21 +41,23 @@ constexpr int kGroups = 4 * kThreads;  // groups of scores whose maximum is kept
 constexpr int kBins = 2048, kBinBits = 11;
 constexpr int kCandidates = 4096;
 constexpr int kBatch = 4;  // loads of four scores in flight
-constexpr int kMaxCluster = 8;
-constexpr int kShare = 4096;   // entries that justify the barriers of one more block in the cluster
-constexpr int kTies = 128;     // largest bin whose numbers are ranked directly
-constexpr int kListed = 2048;  // scores of a list in shared memory
+constexpr int kMaxCluster = 16;
+constexpr int kHeld = 32 * kThreads;  // scores that a block holds
+constexpr int kShare = 4096;          // entries that justify the barriers of one more block in the cluster
+constexpr int kTies = 128;            // largest bin whose numbers are ranked directly
+constexpr int kListed = 2048;         // scores of a list in shared memory
 constexpr int kClusterBins = 512, kClusterBinBits = 9;  // of a cluster that holds its scores
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-struct Found {
+/// Aligned, because it is read as a vector, which must not contain what other threads write.
+struct alignas(16) Found {
   uint32_t bin, above, inside;  // numbers in higher bins, and in this bin
 };
 
 /// Shared memory of the histograms of a thread block.
 template <int threads>
 struct Histogram {
-  uint32_t bins[kBins];
+  alignas(16) uint32_t bins[kBins + 1];  // the last one counts what is in none
   uint32_t warp_sums[threads / 32];
   Found found;
 };
@@ -79,7 +82,7 @@ struct SharedHeld : Histogram<threads> {
   struct List {
     uint2 scores[kListed];  // bits of a score and its entry
     uint32_t quad_sums[8 * kWarps];
-  } list;  // last, because only blocks with more than four quads per thread use it
+  } list;  // last, because blocks with few scores do not use it
 };
 
 /// The same in a cluster.
@@ -96,13 +99,29 @@ struct SharedHeldByCluster : SharedHeld<threads, true> {
 /// One bit per entry. Words are spread so that threads can process runs of them without bank conflicts.
 __host__ __device__ __forceinline__ int spread(int word) { return word + word / 32; }
 __host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
-unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }
+unsigned shared_bytes(int width) {
+  return std::max(unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)),
+                  unsigned(sizeof(SharedHeldByCluster<kThreads>)));
+}
 
 /// Loads the scores at `at` and the three after it, -infinity from n on.
 __device__ __forceinline__ float4 load_four(const float* row, int at, int n, bool aligned) {
   if (aligned && at + 3 < n) return *reinterpret_cast<const float4*>(row + at);
   const auto load = [=](int i) { return i < n ? row[i] : -INFINITY; };
   return {load(at), load(at + 1), load(at + 2), load(at + 3)};
+}
+
+/// The same for `quads` fours, `step` apart.
+template <int quads>
+__device__ __forceinline__ void load_fours(float4 (&v)[quads], const float* row, int at, int step, int n,
+                                           bool aligned) {
+  if (aligned && at + step * (quads - 1) + 3 < n) {  // the usual case: all loads follow one branch
+#pragma unroll
+    for (int i = 0; i < quads; ++i) v[i] = *reinterpret_cast<const float4*>(row + at + step * i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < quads; ++i) v[i] = load_four(row, at + step * i, n, aligned);
+  }
 }
 
 /// Calls f(entry, order) for this block's entries below n, of `ranks` blocks that alternate. f must not assume an
@@ -151,21 +170,23 @@ __device__ __forceinline__ uint32_t sum_before(Histogram<threads>& s, uint32_t x
 template <int threads>
 __device__ __forceinline__ Found find_bin(Histogram<threads>& s, uint32_t wanted) {
   constexpr int own = kBins / threads;
-  uint32_t count[own], sum = 0;
-  const int highest = kBins - 1 - own * threadIdx.x;
+  struct alignas(own < 4 ? 4 * own : 16) Own {
+    uint32_t count[own];
+  };
+  const int lowest = kBins - own - own * threadIdx.x;
+  const auto [count] = *reinterpret_cast<const Own*>(&s.bins[lowest]);
+  uint32_t sum = 0;
 #pragma unroll
-  for (int i = 0; i < own; ++i) sum += count[i] = s.bins[highest - i];
+  for (int i = 0; i < own; ++i) sum += count[i];
   uint32_t above = sum_before(s, sum);
   if (above < wanted && wanted <= above + sum) {
-    bool found = false;
+    Found found{uint32_t(lowest + own - 1), above, count[own - 1]};
 #pragma unroll
-    for (int i = 0; i < own; ++i) {
-      if (!found && wanted <= above + count[i]) {
-        s.found = {uint32_t(highest - i), above, count[i]};
-        found = true;
-      }
-      above += found ? 0 : count[i];
+    for (int i = own - 2; i >= 0; --i) {
+      above += count[i + 1];
+      if (above < wanted) found = {uint32_t(lowest + i), above, count[i]};
     }
+    s.found = found;
   }
   __syncthreads();
   return s.found;
@@ -310,8 +331,7 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
 /// The same if the entries of quad i of all warps precede those of quad i + 1. Returns the number of all bits.
 /// `sums`: shared memory for a number per quad and warp.
 template <int quads, int threads>
-__device__ __forceinline__ uint32_t set_before_by_quad(uint32_t (&sums)[quads * threads / 32], uint32_t flags,
-                                                       uint32_t (&before)[quads]) {
+__device__ __forceinline__ uint32_t set_before_by_quad(uint32_t* sums, uint32_t flags, uint32_t (&before)[quads]) {
   constexpr int warps = threads / 32, each = quads * warps / 32;  // sums of a lane
   static_assert(each > 0 && warps % each == 0, "the sums of a warp have the same place in all lanes");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -449,10 +469,9 @@ template <int threads>
 __device__ __forceinline__ Found find_bin_of_all(SharedHeldByCluster<threads>& s, uint32_t wanted, int rank,
                                                  int ranks) {
   constexpr int pieces = kClusterBins / 8;  // of 16 bytes
-  static_assert(threads == kClusterBins && threads == pieces * kMaxCluster,
-                "a bin, and a piece for a block, per thread");
-  const int to = threadIdx.x / pieces, piece = threadIdx.x % pieces;
-  if (to < ranks) {
+  static_assert(threads == kClusterBins && threads % pieces == 0, "a bin, and a piece for some blocks, per thread");
+  const int piece = threadIdx.x % pieces;
+  for (int to = threadIdx.x / pieces; to < ranks; to += threads / pieces) {
     const uint4 a = reinterpret_cast<const uint4*>(s.bins)[2 * piece],
                 b = reinterpret_cast<const uint4*>(s.bins)[2 * piece + 1];
     *of_block(reinterpret_cast<uint4*>(s.counts[rank]) + piece, to) =
@@ -489,7 +508,7 @@ struct EqualBins {
   float low, width, scale;
 
   __device__ __forceinline__ EqualBins(float least, float most, int bins) {
-    low = least, width = __fmul_rd(__fsub_rd(most, least), 1.0f / bins), scale = bins / (most - least);
+    low = least, width = __fmul_rd(__fsub_rd(most, least), 1.0f / bins), scale = __fdividef(bins, most - least);
   }
   template <int bins>
   __device__ __forceinline__ uint32_t of(float score) const {
@@ -510,12 +529,11 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
   constexpr int parts = kGroups / (4 * threads), own = kListed / threads;
   constexpr float none = -INFINITY;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = share * rank + 4 * threadIdx.x;
-  static_assert(quads == 8, "32 flags");
+  static_assert(quads <= 8, "one flag per entry");
   float4 v[quads];
-#pragma unroll
-  for (int i = 0; i < quads; ++i) v[i] = load_four(t.scores, first + step * i, t.n, p.aligned);
+  load_fours(v, t.scores, first, step, t.n, p.aligned);
   if constexpr (clustered) cluster_wait();
-  if (p.top > kGroups) return false;
+  if (p.top >= min(kGroups, kListed)) return false;
   // The bound is in the bin of the `top`-th largest of the groups' maxima. For a block of a cluster it is its share of
   // `top`, then the least of the blocks.
   float best[parts][4];
@@ -543,7 +561,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
 #pragma unroll
   for (int i = 0; i < 4 * parts; ++i) {
     const float x = best[i / 4][i % 4];
-    if (x > none) atomicAdd(&s.bins[bins.of<kBins>(x)], 1u);
+    atomicAdd(&s.bins[x > none ? bins.of<kBins>(x) : kBins], 1u);
   }
   __syncthreads();
   const uint32_t entries = min(t.n - share * rank, share);
@@ -570,7 +588,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
 #pragma unroll
     for (int k = 3; k >= 0; --k) below = __funnelshift_l(bits_of(four[k] - bound), below, 1);
   }
-  const uint32_t flags = ~below;
+  const uint32_t flags = ~below;  // the lowest 4 x quads count
   uint32_t count = set_before_by_quad<quads, threads>(s.list.quad_sums, flags, before), lower = 0;
   if constexpr (clustered) {
     if (threadIdx.x < ranks) *of_block(&s.listed[rank], threadIdx.x) = count;
@@ -606,9 +624,8 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
     for (int i = 0; i < own; ++i) to[i] = t.place(s.list.scores[min(place + i, count - 1)].y);
 #pragma unroll
     for (int i = 0; i < own; ++i) {
-      if (place + i >= count) continue;
       bin[i] = fine.of<kBins>(score_of(min(order_at(i), highest)));  // NaNs may be above
-      atomicAdd(&s.bins[bin[i]], 1u);
+      atomicAdd(&s.bins[place + i < count ? bin[i] : kBins], 1u);
     }
   }
   __syncthreads();
@@ -618,9 +635,12 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
   const bool done = all || found.inside <= kTies;
   if constexpr (clustered) {
     if (threadIdx.x < ranks) *of_block(&s.done, threadIdx.x) = done;
-    wait_for_all<true>();
+    cluster_arrive();
   }
-  if (!done) return false;
+  if (!done) {
+    if constexpr (clustered) cluster_wait();
+    return false;
+  }
   uint32_t chosen = 0;
 #pragma unroll
   for (int i = 0; i < own; ++i) {
@@ -637,6 +657,7 @@ __device__ __forceinline__ bool select_listed(const Params& p, Held& s, const Co
     __syncthreads();
     chosen |= s.chosen[threadIdx.x];
   }
+  if constexpr (clustered) cluster_wait();
   uint32_t at = sum_before(s, __popc(chosen));
 #pragma unroll
   for (int i = 0; i < own; ++i) {
@@ -655,6 +676,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   constexpr int warps = Held::kWarps, threads = 32 * warps, share = 4 * quads * threads;
   constexpr int bins = clustered ? kClusterBins : kBins, bin_bits = clustered ? kClusterBinBits : kBinBits;
   static_assert(kTies <= threads && warps <= 32, "one thread per tie, one lane per warp");
+  constexpr bool listed = quads >= (clustered ? 4 : 8);  // enough scores that a list of a few of them is faster
   static_assert(quads <= 8, "one bit of `best` per entry");
   static_assert(share <= 0xffff, "a block's counts are 16 bits");
   const int n = t.n;
@@ -666,8 +688,8 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   }
   if (threadIdx.x == 0) s.count = 0;
   s.chosen[threadIdx.x] = 0;
-  clear_bins<(quads > 4 ? kBins : bins)>(s);
-  if constexpr (quads > 4) {
+  clear_bins<(listed ? kBins : bins)>(s);
+  if constexpr (listed) {
     if (select_listed<quads>(p, s, t, rank, ranks)) return;
     clear_bins<bins>(s);
   }
@@ -675,13 +697,10 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   // Loaded together with the scores, unless that takes more registers than available.
   constexpr bool early = quads <= 4;
   int32_t place[quads];
+  load_fours(v, t.scores, first, 128, n, p.aligned);
 #pragma unroll
-  for (int i = 0; i < quads; ++i) {
-    const int at = first + 128 * i;
-    v[i] = load_four(t.scores, at, n, p.aligned);
-    place[i] = early && at < n ? t.place(at) : 0;
-  }
-  if constexpr (clustered && quads <= 4) cluster_wait();
+  for (int i = 0; i < quads; ++i) place[i] = early && first + 128 * i < n ? t.place(first + 128 * i) : 0;
+  if constexpr (clustered && !listed) cluster_wait();
   uint32_t order[quads][4];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
@@ -689,24 +708,20 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
 #pragma unroll
     for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // below all scores
   }
-  // All scores above `high` are selected, and `wanted` of the `inside` ones from `low` to `high`, the ties. After
-  // bins of equal width `low` and `high` hold for the thread's scores only.
-  uint32_t low = 1, high = 0xffffffffu, wanted = p.top, inside = n;
+  // The `best` scores are selected, and `wanted` of the `inside` ties: one bit per entry. Ties have orders from `low`
+  // to `high`.
+  uint32_t best = 0, ties = 0, low = 1, high = 0xffffffffu, wanted = p.top, inside = n;
   uint32_t lower_ties = share * rank;  // ties in lower blocks
-  // Calls f(order) for the ties.
-  const auto visit_ties = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < quads; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (order[i][k] >= low && order[i][k] <= high) f(order[i][k]);
-      }
-    }
-  };
-  // Narrows low .. high to the range of all ties.
-  const auto narrow = [&] {
+  const auto in_range = [&](uint32_t x) { return x >= low && x <= high; };
+  // Sets `low` and `high` to the least and the largest order of a tie.
+  const auto narrow = [&](auto is_tie) {
     uint32_t least = 0xffffffffu, most = 0;
-    visit_ties([&](uint32_t x) { least = min(least, x), most = max(most, x); });
+#pragma unroll
+    for (int i = 0; i < 4 * quads; ++i) {
+      const uint32_t x = order[i / 4][i % 4];
+      const bool tie = is_tie(x);
+      least = min(least, tie ? x : 0xffffffffu), most = max(most, tie ? x : 0);
+    }
     least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
     if (lane < ranks) {
       *in_block<clustered>(&s.warp_low[warps * rank + warp], lane) = least;
@@ -721,53 +736,56 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
     }
     low = __reduce_min_sync(kAllLanes, least), high = __reduce_max_sync(kAllLanes, most);
   };
-  // Finds the bin of the last tie that is wanted. bin_of(order) is monotone and below `bins`.
+  // Finds the bin of the last score in range that is wanted. bin_of(order) is monotone and below `bins`. There is no
+  // branch, so that the scores do not wait for each other.
   const auto find = [&](auto bin_of) {
-    visit_ties([&](uint32_t x) { atomicAdd(&s.bins[bin_of(x)], 1u); });
+#pragma unroll
+    for (int i = 0; i < 4 * quads; ++i) {
+      const uint32_t x = order[i / 4][i % 4], bin = bin_of(x);
+      atomicAdd(&s.bins[in_range(x) ? bin : kBins], 1u);
+    }
     __syncthreads();
     const Found found = find_bin_of_all(s, wanted, rank, ranks);
     wanted -= found.above, inside = found.inside;
     if constexpr (clustered) lower_ties = s.lower_ties;
     return found.bin;
   };
-  const auto split_bits = [&] {
-    const int bits = 32 - __clz(high - low), shift = bits > bin_bits ? bits - bin_bits : 0;
-    low += find([&](uint32_t x) { return (x - low) >> shift; }) << shift;
-    high = low + min(high - low, (1u << shift) - 1);
+  const auto few_ties = [&] { return inside == wanted || inside <= kTies; };
+  // Sets the bits of the scores to select and of the ties.
+  const auto set_bits = [&](auto is_best, auto is_tie) {
+#pragma unroll
+    for (int i = 0; i < 4 * quads; ++i) {
+      const uint32_t x = order[i / 4][i % 4];
+      best |= uint32_t(is_best(x)) << i, ties |= uint32_t(is_tie(x)) << i;
+    }
   };
-  narrow();
+  narrow(in_range);
+  bool done = false;
   if constexpr (clustered || quads <= 4) {
     // With bins of equal width one round is enough, for more instructions per score.
     const EqualBins equal(score_of(low), score_of(high), bins);
     const auto bin_of = [&](uint32_t x) { return equal.of<bins>(score_of(x)); };
     const uint32_t bin = find(bin_of);
-    uint32_t from = 0xffffffffu, to = 0;
-    visit_ties([&](uint32_t x) {
-      const uint32_t own = bin_of(x);
-      if (own >= bin) from = min(from, x);
-      if (own <= bin) to = max(to, x);
-    });
-    low = from, high = to;
-    if (inside != wanted && inside > kTies) narrow();
-  } else {
-    split_bits();
+    const auto is_tie = [&](uint32_t x) { return in_range(x) && bin_of(x) == bin; };
+    done = few_ties();
+    if (done)
+      set_bits([&](uint32_t x) { return in_range(x) && bin_of(x) > bin; }, is_tie);
+    else
+      narrow(is_tie);
   }
-  while (inside != wanted && inside > kTies && low < high) {
-    clear_bins<bins>(s);
-    __syncthreads();
-    split_bits();
-    if constexpr (clustered) wait_for_all<true>();  // before other blocks write s.counts again
+  if (!done) {
+    while (!few_ties() && low < high) {
+      clear_bins<bins>(s);
+      __syncthreads();
+      const int bits = 32 - __clz(high - low), shift = bits > bin_bits ? bits - bin_bits : 0;
+      low += find([&](uint32_t x) { return (x - low) >> shift; }) << shift;
+      high = low + min(high - low, (1u << shift) - 1);
+      if constexpr (clustered) wait_for_all<true>();  // before other blocks write s.counts again
+    }
+    set_bits([&](uint32_t x) { return x > high; }, in_range);
   }
 
-  uint32_t best = 0, ties = 0, before[quads];  // one bit per entry
-#pragma unroll
-  for (int i = 0; i < quads; ++i) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      best |= uint32_t(order[i][k] > high) << (4 * i + k);
-      ties |= uint32_t(order[i][k] >= low && order[i][k] <= high) << (4 * i + k);
-    }
-  }
+  uint32_t before[quads];
   uint32_t lower_best = 0;  // selected in lower blocks, of the ties
   if (inside == wanted) {
     best |= ties;
@@ -775,6 +793,7 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   } else if (inside <= kTies) {
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
+      if (!(ties >> 4 * i & 15)) continue;  // few threads have ties
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if (!(ties >> (4 * i + k) & 1)) continue;
@@ -811,13 +830,17 @@ __device__ __forceinline__ void select_held(const Params& p, Held& s, const Colu
   if constexpr (clustered) lower_best += s.lower_best;
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
-    uint32_t at = lower_best + before[i], four = best >> 4 * i & 15;
+    const uint32_t four = best >> 4 * i & 15;
     if (!early && four) place[i] = t.place(first + 128 * i);
-    for (; four; four &= four - 1) t.rows[at++] = t.row(place[i], 4 * lane) + __ffs(four) - 1;
+    int32_t* to = t.rows + lower_best + before[i];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (four >> k & 1) *to++ = t.row(place[i], 4 * lane) + k;
+    }
   }
 }
 
-/// For many tokens that see at most 4 x quads x threads entries: small blocks, `resident` per SM.
+/// For tokens that see at most 4 x quads x threads entries: `resident` blocks per SM.
 template <typename Params, int threads, int quads, int resident>
 __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ Params p) {
   let_next_kernel_start();
@@ -858,7 +881,6 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
       return;
     }
     using Held = std::conditional_t<clustered, SharedHeldByCluster<kThreads>, SharedHeld<kThreads>>;
-    static_assert(sizeof(Held) <= sizeof(Shared));
     Held& held = *static_cast<Held*>(shared_memory());
     const auto select = [&](auto counted) {
       constexpr int quads = decltype(counted)::value, share = 4 * quads * kThreads;
@@ -958,16 +980,33 @@ cudaError_t launch_select(Params p, bool sm_90, int processors, cudaStream_t str
   if (!few && p.width <= 4096) return launch_held<256, 4, 6>(p, sm_90, stream);
   if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);
   if (!few && p.width <= 16384) return launch_held<512, 8, 2>(p, sm_90, stream);
-  p.cluster = 1;
-  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
-    p.cluster *= 2;
+  // A large block needs no barriers of a cluster.
+  if (p.tokens <= processors && p.width > kShare && p.width <= 8192) return launch_held<1024, 2, 1>(p, sm_90, stream);
   const unsigned bytes = shared_bytes(p.width);
-  const auto kernel = p.cluster > 1 ? select_kernel<Params, true, 1>
-                      : few         ? select_kernel<Params, false, 2>
-                                    : select_kernel<Params, false, 3>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  const auto shape = [&](int cluster) -> LaunchShape {
+    return {dim3(unsigned(p.tokens * cluster)), kThreads, bytes, unsigned(cluster), sm_90};
+  };
+  const auto allow_bytes = [&](auto kernel) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  };
+  // More blocks than are portable only if fewer cannot hold a row.
+  const auto in_clusters = select_kernel<Params, true, 1>;
+  constexpr int portable = kPortableCluster;
+  const int most = p.width > portable * kHeld ? kMaxCluster : portable;
+  p.cluster = 1;
+  while (sm_90 && p.cluster < most && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
+    p.cluster *= 2;
+  cudaError_t error = p.cluster > 1 ? allow_bytes(in_clusters) : cudaSuccess;
+  // No token waits until the clusters of others end.
+  for (int at_once = 0; error == cudaSuccess && p.cluster > 1; p.cluster /= 2) {
+    error = count_clusters_at_once(in_clusters, shape(p.cluster), at_once);
+    if (error == cudaSuccess && at_once >= p.tokens) return launch(in_clusters, shape(p.cluster), stream, p);
+  }
   if (error != cudaSuccess) return error;
-  return launch(kernel, {dim3(unsigned(p.tokens * p.cluster)), kThreads, bytes, unsigned(p.cluster), sm_90}, stream, p);
+  const auto kernel = few ? select_kernel<Params, false, 2> : select_kernel<Params, false, 3>;
+  error = allow_bytes(kernel);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, shape(1), stream, p);
 }
 
 template cudaError_t launch_select(SelectParams, bool, int, cudaStream_t);

@@ -39,12 +39,12 @@ _SCHEDULED_TOKENS = 512
 
 @functools.cache
 def installed() -> bool:
-    """Return True if `sgl_kernel` was built with FlashMLA."""
+    """Return True if the package `sgl-flash-mla`, on which SGLang depends, has the kernels of V4's format."""
     try:
-        from sgl_kernel import flash_mla
-    except ImportError:
+        import flash_mla
+    except (ImportError, OSError):  # OSError: the library does not load on this machine
         return False
-    return flash_mla._flashmla_import_error is None
+    return flash_mla.has_legacy()
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def scheduler_config(device: torch.device, heads: int) -> SchedulerConfig | None
             if not same_schedules(ours, (theirs.tile_scheduler_metadata, theirs.num_splits)):
                 logger.warning(
                     "The installed FlashMLA does not schedule work as expected for %d heads on %s (%s), so it makes "
-                    "its schedules itself. This takes about 25 us for each step and kind of layer. The sglang-kernel "
+                    "its schedules itself. This takes about 25 us for each step and kind of layer. The sgl-flash-mla "
                     "version that this release of SGLang requires does not have this problem",
                     heads, torch.cuda.get_device_name(device), found,
                 )  # fmt: skip
@@ -190,7 +190,7 @@ class FlashMLAAttention(FlashMLAKernel):
         return True
 
     def _schedule(self, heads: int, window: EntryList, entries: EntryList | None) -> Any:
-        from sgl_kernel.flash_mla import FlashMLASchedMeta
+        from flash_mla.flash_mla_interface import FlashMLASchedMeta
 
         lists = window, entries
         key = heads, *(x and (x.topk_length.data_ptr(), x.table.shape[1], *x.indices.shape) for x in lists)
@@ -204,7 +204,7 @@ class FlashMLAAttention(FlashMLAKernel):
         return self._schedules[key]
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
-        from sgl_kernel.flash_mla import flash_mla_with_kvcache
+        from flash_mla import flash_mla_with_kvcache
 
         tokens, heads, _ = q.shape
         whole_window, whole_entries = _aligned(inputs.window), inputs.entries and _aligned(inputs.entries)
@@ -228,6 +228,7 @@ class FlashMLAAttention(FlashMLAKernel):
                 extra_k_cache=entries.table.unsqueeze(2) if entries else None,
                 extra_indices_in_kvcache=entries.indices.unsqueeze(1) if entries else None,
                 extra_topk_length=entries.topk_length if entries else None,
+                use_legacy=True,
             )
             outs.append(out.squeeze(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -168,7 +168,7 @@ def _join_kernel(
 
 
 def sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sink: Tensor, scale: float) -> Tensor:
-    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
+    from flash_mla import flash_mla_sparse_fwd
 
     return flash_mla_sparse_fwd(
         q=q,
@@ -178,6 +178,8 @@ def sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sink
         d_v=ENTRY_DIM,
         attn_sink=sink,
         topk_length=lens,
+        use_legacy=True,
+        return_log2_lse=False,
     )[0]
 
 

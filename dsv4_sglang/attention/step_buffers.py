@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import HCA_RATIO, WINDOW
@@ -22,21 +21,6 @@ LIST_ALIGNMENT = 64
 def align(width: int) -> int:
     """Return the smallest width of an index list that is at least `width`."""
     return -(-width // LIST_ALIGNMENT) * LIST_ALIGNMENT
-
-
-def write_where(target: Tensor, indices: Tensor, values: Tensor, where: Tensor) -> None:
-    """Write `values` to `indices` of `target` where `where` is True, without waiting for the device as a boolean index
-    does.
-
-    Args:
-        target: [N], written in place.
-        indices: int [B, K], different ones where `where` is True.
-        values: [B * K], in the dtype of `target`.
-        where: bool [B, K].
-    """
-    # The extra last element receives the values that are not written.
-    indices = torch.where(where, indices, len(target)).flatten().long()
-    target.copy_(pad(target, (0, 1)).scatter_(0, indices, values)[:-1])
 
 
 class KernelLens(NamedTuple):
@@ -205,8 +189,8 @@ class PrefillBuffers:
             req_pool_indices, prefix_lens, chunk_lens: as in `metadata.build_prefill`.
             req_to_token, state_slot_of_request: as in `metadata.build_prefill`.
             staging_slots, snapshot_lens: as in `metadata.build_prefill`. The first of `copy_src` are used, in order.
-            copy_dst: int32 [B * K], snapshot slot that each of `staging_slots` is copied to at the end of the step,
-                below 1 if none is due; None without snapshots.
+            copy_dst: int32 [n], snapshot slots to which the first n of `copy_src` are copied at the end of the step;
+                None without snapshots.
         """
         n = req_pool_indices.shape[0]
         self.clear()
@@ -223,4 +207,4 @@ class PrefillBuffers:
         if staging_slots is not None and snapshot_lens is not None and copy_dst is not None:
             self.staging_slots[:n, : staging_slots.shape[1]].copy_(staging_slots)
             self.snapshot_lens[:n, : snapshot_lens.shape[1]].copy_(snapshot_lens)
-            write_where(self.copy_dst, staging_slots - self.copy_src[0], copy_dst, staging_slots >= 0)
+            self.copy_dst[: len(copy_dst)].copy_(copy_dst)

@@ -65,7 +65,8 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
         elif distribution != "sglang":  # `sglang_version` says more
             yield Finding(distribution, _version(distribution) or "unknown version")
     kernels = _version("sglang-kernel") or _version("sgl-kernel")
-    for name, found in (("sgl_kernel", kernels), ("flashinfer", _version("flashinfer-python"))):
+    flash_mla, flashinfer = _version("sgl-flash-mla"), _version("flashinfer-python")
+    for name, found in (("sgl_kernel", kernels), ("flash_mla", flash_mla), ("flashinfer", flashinfer)):
         if gpu:
             yield Finding(name, found or "not installed", "ok" if found else "fail")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from support.backend import BLOCK, CONTEXT, make_runner
 from torch import Tensor
 
 from dsv4_sglang.cache.append import LayerWeights
+from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.srt.attention import backend as backend_module
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
 from dsv4_sglang.srt.attention.layer_ops import LayerInputs
+from dsv4_sglang.srt.attention.snapshot_writer import SnapshotWriter
 from dsv4_sglang.srt.models import attention
 
 HEADS = 2
@@ -82,7 +85,7 @@ class Steps:
             metadata = self.backend.init_forward_metadata_for_breakable_cuda_graph_capture(static)
             self.forward(batch, GRAPH_TOKENS)
             metadata.out_loc[: len(batch.positions)].copy_(batch.out_cache_loc)
-        self.backend.prefill_plan = torch.tensor(plan)
+        self.backend.prefill_plan = plan
         if not graph:
             self.backend.init_forward_metadata(batch)
             self.forward(batch, len(batch.positions))
@@ -121,11 +124,29 @@ def test_prefill_snapshot_is_copied_once(monkeypatch: pytest.MonkeyPatch, graph:
     """The second request's snapshot is freed after the step, as that of a duplicate prompt, and the decode step that
     follows stores the first request's state there."""
     steps = Steps(monkeypatch)
-    steps.prefill([0, 0], [127, 129], [[(0, 0)], [(BLOCK, 3)]], graph)
+    steps.prefill([0, 0], [127, 129], [[], [(BLOCK, 3)]], graph)
     window = steps.ring(2)[1:]  # the last token of the prompt overwrote position 0
     assert window.any() and torch.equal(steps.snapshot(3)[1:], window)
     steps.decode([127, 129], [3, 0])
     assert torch.equal(steps.snapshot(3), steps.ring(1)), "another request's state"
+
+
+def test_staging_slots_and_copies_follow_the_plan(device: torch.device) -> None:
+    """On a GPU, staging does not wait for the device."""
+    state = cast(StateStorage, SimpleNamespace(rings=torch.empty(0, device=device)))
+    snapshots, plan = SnapshotWriter(state, range(5, 9), None), [[], [(BLOCK, 3), (2 * BLOCK, 1)], [(3 * BLOCK, 4)]]
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        staged = snapshots.stage(plan, requests=4)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert staged is not None and snapshots.staged is not None
+    assert staged.staging_slots.tolist() == [[-1, -1], [5, 6], [7, -1], [-1, -1]]
+    assert staged.lengths.tolist() == [[0, 0], [BLOCK, 2 * BLOCK], [3 * BLOCK, 0], [0, 0]]
+    assert [part.tolist() for part in snapshots.staged] == [[5, 6, 7], [3, 1, 4]]
+    assert snapshots.stage(None, requests=4) is None and snapshots.staged is None
 
 
 def test_rope_tables_cover_drafts_of_ended_requests(monkeypatch: pytest.MonkeyPatch) -> None:

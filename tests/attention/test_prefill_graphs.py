@@ -48,7 +48,7 @@ class Batch:
         staged = iter(STAGING)
         slots = [[next(staged) for _ in at] + [-1] * (most - len(at)) for at in due]
         self.staging_slots = torch.tensor(slots, dtype=torch.int32)
-        self.snapshots = torch.where(self.staging_slots >= 0, 100 + self.staging_slots, 0).to(torch.int32)
+        self.snapshots = torch.tensor(STAGING[: self.due], dtype=torch.int32) + 100
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ class Batch:
         return build_prefill(**self.inputs, **at, limits=LIMITS, max_length=max(self.lengths))
 
     def recorded(self, buffers: PrefillBuffers, tokens: int) -> StepMetadata:
-        buffers.fill(**self.inputs, copy_dst=self.snapshots.flatten() if self.due else None)
+        buffers.fill(**self.inputs, copy_dst=self.snapshots if self.due else None)
         out_loc = torch.nn.functional.pad(self.out_loc, (0, tokens - len(self.out_loc)))
         build_recorded(buffers, tokens, out_loc)
         return recorded_step(buffers, tokens, out_loc)

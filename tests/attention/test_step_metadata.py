@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
-from dsv4_sglang.attention.step_buffers import DecodeBuffers, write_where
+from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata, v4_limits
 
@@ -311,11 +311,3 @@ def test_prefill_metadata_does_not_grow_with_context() -> None:
     indices, lens, owner = step.hca_list()
     assert owner is not None and lens[[127, -1]].tolist() == [1, length // BLOCK]
     assert torch.equal(indices[owner[-1], : length // BLOCK], torch.arange(length // BLOCK))
-
-
-def test_write_where_leaves_the_other_elements() -> None:
-    target = torch.tensor([7, 8, 9]).int()
-    write_where(
-        target, torch.tensor([[2, -5], [0, 1]]), torch.tensor([1, 2, 3, 4]).int(), torch.tensor([[1, 0], [1, 0]]).bool()
-    )
-    assert target.tolist() == [3, 8, 1]

@@ -192,14 +192,22 @@ def test_scores(lens, key_format, q_dtype):
         (16384, 512),
         (16385, 512),
         (20001, 2048),
+        (40000, 2048),
         (60000, 512),
+        (65536, 1024),
         (131072, 512),
+        (200001, 512),
+        (262144, 1024),
         (300000, 1024),
     ],
 )
-@pytest.mark.parametrize("copies, at_once", [(1, 1), (1, 13), (40, 520)], ids=["one", "few", "many"])
+@pytest.mark.parametrize(
+    "copies, at_once",
+    [(1, 1), (1, 13), (5, 65), (20, 260), (40, 520)],
+    ids=["one", "few", "cluster of two", "two per SM", "many"],
+)
 def test_select(width, top, copies, at_once):
-    """One, few and many tokens use different kernels; long and short lists use different algorithms."""
+    """Other numbers of tokens use other kernels; long and short lists use different algorithms."""
     g = torch.Generator().manual_seed(width)
     scores = torch.randn(13, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)

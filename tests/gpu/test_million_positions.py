@@ -21,7 +21,7 @@ from dsv4_sglang.attention.metadata import build_prefill
 from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 from dsv4_sglang.cache.step import StepMetadata, v4_limits
 from dsv4_sglang.formats import KVFormat
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, make_kv_buffers
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import HCA_RATIO
 from dsv4_sglang.ops import cuda_index
@@ -139,5 +139,10 @@ def test_attention_of_decode_kernels(ratio: int, kernel: str) -> None:
         pytest.skip("FlashMLA does not run here")
     case = sample(prefill_case(ratio)[1], SAMPLED)
     q, inputs = case.inputs(CUDA)
+    assert inputs.entries is not None
+    # FlashMLA needs the strides of a cache, which are aligned.
+    blocks, per_block, _ = inputs.entries.table.shape
+    table = make_kv_buffers(1, blocks, per_block, KVFormat.FP8, CUDA)[0].copy_(inputs.entries.table)
+    inputs = inputs._replace(entries=inputs.entries._replace(table=table))
     got = triton_attend.attend(q, inputs) if kernel == "triton" else FlashMLAAttention().attend(q, inputs).values
     assert_attends(got, case, BOUND)

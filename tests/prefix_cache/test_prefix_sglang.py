@@ -203,10 +203,10 @@ def test_the_requests_of_a_step_share_its_room() -> None:
 
 def test_only_prefill_steps_get_the_plan() -> None:
     backend = snapshot_schedule.PrefillPlanTaker()
-    runner, table = SimpleNamespace(attn_backend=backend), torch.ones(1, 1, 2)
-    for prefill, expected in ((True, table), (False, None)):
+    runner, plan = SimpleNamespace(attn_backend=backend), [[], [(BLOCK, 1)]]
+    for prefill, planned, expected in ((True, plan, plan), (True, [[], []], None), (False, plan, None)):
         mode = SimpleNamespace(is_extend_without_speculative=lambda prefill=prefill: prefill)
-        batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_table=table))
+        batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_plan=planned))
         assert snapshot_schedule.pass_plan_to_backend(lambda *arguments: arguments, int, batch, runner)
         assert backend.prefill_plan is expected
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -177,8 +176,8 @@ def test_recorded_snapshots_hold_their_state(
 @pytest.mark.parametrize(("mode", "gets"), [(ForwardMode.EXTEND, True), (ForwardMode.TARGET_VERIFY, False)])
 def test_verify_step_gets_no_prefill_plan(mode: ForwardMode, gets: bool) -> None:
     """The batch still has the plan of the prefill that it was before."""
-    backend, table = snapshot_schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
-    batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_table=table))
-    backend.prefill_plan = table
+    backend, plan = snapshot_schedule.PrefillPlanTaker(), [[(BLOCK, 1)]]
+    batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_plan=plan))
+    backend.prefill_plan = plan
     snapshot_schedule.pass_plan_to_backend(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
-    assert (backend.prefill_plan is table) == gets
+    assert (backend.prefill_plan is plan) == gets

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.srt.prefix_cache.copy_timer import CopyTimer
+from dsv4_sglang.srt.prefix_cache.notes import PrefillPlan
 
 
 class SlotCopies(NamedTuple):
@@ -27,7 +27,7 @@ class StagedSnapshots(NamedTuple):
 
     Attributes:
         staging_slots: int32 [requests, K], state slots that the layers write the snapshots to, -1 for none.
-        lengths: int64 [requests, K], lengths of the snapshots, 0 for none.
+        lengths: int32 [requests, K], lengths of the snapshots, 0 for none.
     """
 
     staging_slots: Tensor
@@ -56,22 +56,32 @@ class SnapshotWriter:
         # copy is overwritten: a snapshot at 128 n contains only state before 128 n.
         self.verified: SlotCopies | None = None
 
-    def stage(self, plan: Tensor | None, requests: int) -> StagedSnapshots | None:
-        """Assign staging slots to the snapshots of a prefill step.
+    def stage(self, plan: PrefillPlan | None, requests: int) -> StagedSnapshots | None:
+        """Assign staging slots to the snapshots of a prefill step, in their order. The copies follow the same order.
+
+        Everything is computed on the host and sent in one transfer, which does not wait for the device.
 
         Args:
-            plan: int64 [B, K, 2], length and snapshot slot of each snapshot, 0 for none; None without snapshots.
-            requests: number of requests with padding requests, which take no snapshots; at least B.
+            plan: snapshots of each request; None without snapshots.
+            requests: number of requests with padding requests, which take no snapshots; at least `len(plan)`.
         """
         self.staged = None
         if plan is None:
             return None
-        lengths, snapshots = pad(plan, (0, 0, 0, 0, 0, requests - plan.shape[0])).unbind(-1)
-        due = snapshots > 0
-        order = due.flatten().cumsum(0).view_as(snapshots)
-        slots = torch.where(due, self.staging_slots.start - 1 + order, -1).to(torch.int32)
-        self.staged = SlotCopies(slots.flatten(), snapshots.flatten().to(torch.int32))
-        return StagedSnapshots(slots, lengths)
+        most, free = max(map(len, plan)), iter(self.staging_slots)
+        slots, lengths, copies = [-1] * (requests * most), [0] * (requests * most), list[tuple[int, int]]()
+        for request, taken in enumerate(plan):
+            for at, (length, snapshot) in enumerate(taken, request * most):
+                slots[at], lengths[at] = next(free), length
+                copies.append((slots[at], snapshot))
+        sources, targets = zip(*copies)
+        table = torch.tensor([[*slots, *sources], [*lengths, *targets]], dtype=torch.int32)
+        device = self.state.rings.device
+        if device.type == "cuda":
+            table = table.pin_memory()
+        staged, due = table.to(device, non_blocking=True).split([requests * most, len(copies)], dim=1)
+        self.staged = SlotCopies(*due)
+        return StagedSnapshots(*staged.view(2, requests, most))
 
     def store(self, step: StepMetadata, *, timed: bool) -> None:
         """Take the snapshots of a decode or prefill step, after its last layer.

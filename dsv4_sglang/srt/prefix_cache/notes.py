@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any, NamedTuple, TypeVar
 
 ATTRIBUTE = "dsv4"
+# For each request of a prefill step, (length, slot) of its snapshots, ascending.
+PrefillPlan = list[list[tuple[int, int]]]
 NoteType = TypeVar("NoteType", bound="Note")
 
 
@@ -60,12 +59,10 @@ class BatchNote(Note):
     """Note on a batch.
 
     Attributes:
-        prefill_plan: for each request that is planned so far, (length, slot) of its snapshots in the prefill step.
-        prefill_table: `prefill_plan` on the device, int64 [requests, K, 2], 0 for none; None without snapshots.
+        prefill_plan: snapshots of each request that is planned so far for the prefill step.
         verify_plan: for each request, the slot of the snapshot to take if its verify step passes the length; 0 for
             none.
     """
 
-    prefill_plan: list[list[tuple[int, int]]] = field(default_factory=list)
-    prefill_table: Tensor | None = None
+    prefill_plan: PrefillPlan = field(default_factory=list)
     verify_plan: list[int] = field(default_factory=list)

@@ -28,7 +28,8 @@ def path_hashes(tokens: Sequence[int], *space: str | None) -> NDArray[np.uint64]
         [N // 128] uint64.
     """
     whole = len(tokens) // BLOCK
-    words = np.asarray(tokens[: whole * BLOCK], dtype=np.int64).view(np.uint64).reshape(whole, BLOCK)
+    # SGLang's arrays are read in place. Slices of arrays are copies.
+    words = np.asarray(tokens, dtype=np.int64)[: whole * BLOCK].view(np.uint64).reshape(whole, BLOCK)
     # Sums wrap around. The weights distinguish positions in a block, and the steps distinguish blocks. The mixing below
     # is not linear, so that tokens cannot move between blocks without changing the sum.
     blocks = words @ _WEIGHTS + np.arange(1, whole + 1, dtype=np.uint64) * _STEP

@@ -240,12 +240,14 @@ class SnapshotRegistry:
 
     def lock(self, slot: int) -> None:
         self.locks[slot] += 1
-        self.policy.changed(slot)
+        if self.locks[slot] == 1:  # further locks change no order
+            self.policy.changed(slot)
 
     def unlock(self, slot: int) -> None:
         self.locks[slot] -= 1
         assert self.locks[slot] >= 0, f"snapshot slot {slot} unlocked once too often"
-        self.policy.changed(slot)
+        if not self.locks[slot]:
+            self.policy.changed(slot)
 
     def ends_branch(self, slot: int) -> bool:
         """Return True if no later snapshot is on a path through this one, so that it belongs to one conversation."""

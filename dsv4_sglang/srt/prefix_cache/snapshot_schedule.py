@@ -1,7 +1,7 @@
 """Plan of the snapshots that each step takes. It replaces the ping-pong slots of SGLang's scheduler.
 
-Prefill: the backend gets a table [requests, max snapshots of a request, 2] int64 with length and snapshot slot (0:
-none) when SGLang makes the step from the batch. SGLang's own tensors hold one snapshot per request; they stay None.
+Prefill: the backend gets the lengths and snapshot slots of each request when SGLang makes the step from the batch.
+SGLang's own tensors hold one snapshot per request; they stay None.
 
 Decode: `mamba_track_indices` [requests] int64 as in SGLang, with 0 where no snapshot is due, so that CUDA graphs see
 tensors of the expected form.
@@ -14,35 +14,30 @@ from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_spec
-from torch.nn.utils.rnn import pad_sequence
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import component_of
-from dsv4_sglang.srt.prefix_cache.notes import BatchNote, RequestNote
+from dsv4_sglang.srt.prefix_cache.notes import BatchNote, PrefillPlan, RequestNote
 from dsv4_sglang.srt.sglang.scheduler import deferred_caching, note_track_positions, track_entry
 
 
 class PrefillPlanTaker:
-    """Backend that receives the snapshot table of a prefill step. None means no snapshots."""
+    """Backend that receives the snapshots of a prefill step. None means no snapshots."""
 
-    prefill_plan: torch.Tensor | None = None
+    prefill_plan: PrefillPlan | None = None
 
-    def take_prefill_plan(self) -> torch.Tensor | None:
-        """Return the snapshot table of the step that begins, which then belongs to no other step."""
+    def take_prefill_plan(self) -> PrefillPlan | None:
+        """Return the snapshots of the step that begins, which then belong to no other step."""
         plan, self.prefill_plan = self.prefill_plan, None
         return plan
 
 
 def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     """AROUND `ScheduleBatch.prepare_for_extend`, which calls `plan_request` for each request."""
-    note = BatchNote.of(batch)
-    note.prefill_plan, note.prefill_table = [], None
+    BatchNote.of(batch).prefill_plan = []
     original(batch)
     batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
-    if any(note.prefill_plan):
-        rows = [torch.tensor(taken, dtype=torch.int64).view(-1, 2) for taken in note.prefill_plan]
-        note.prefill_table = pad_sequence(rows, batch_first=True).to(batch.device, non_blocking=True)
 
 
 def pass_plan_to_backend(
@@ -51,16 +46,15 @@ def pass_plan_to_backend(
     """AROUND `ForwardBatch.init_new`: pass the plan to the backend. This is the last call that gets the scheduler's
     batch; the step follows in the same thread."""
     if isinstance(model_runner.attn_backend, PrefillPlanTaker):
-        model_runner.attn_backend.prefill_plan = (
-            BatchNote.of(batch).prefill_table if batch.forward_mode.is_extend_without_speculative() else None
-        )
+        plan = BatchNote.of(batch).prefill_plan if batch.forward_mode.is_extend_without_speculative() else []
+        model_runner.attn_backend.prefill_plan = plan if any(plan) else None
     return original(cls, batch, model_runner, **arguments)
 
 
 def plan_request(batch: Any, req: Any) -> Any:
     """REPLACE `targets.TRACK_REQUEST`: plan the snapshots of one request."""
     plan = BatchNote.of(batch).prefill_plan
-    room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
+    room = batch.req_to_token_pool.mamba_pool.staging - sum(map(len, plan))
     taken = component_of(batch.tree_cache).planner.plan_prefill(req, room)
     plan.append(taken)
     return track_entry(bool(taken))

@@ -43,5 +43,5 @@ def ghost_hash(slots: SnapshotSlots, node: UnifiedTreeNode, number: int) -> int:
     follows it, since the conversation would resume from that one."""
     if slots.registry.following(number):
         return 0
-    parts = [part.key.raw_token_ids()[: len(part.key)] for part in path_to_root(node)]
+    parts = [np.asarray(part.key.raw_token_ids())[: len(part.key)] for part in path_to_root(node)]
     return int(path_hashes(np.concatenate(parts[::-1]), node.key.extra_key, node.key.cache_salt)[-1])
