@@ -149,8 +149,8 @@ V41 = "turns_v41wide"
 # Servers of the columns.
 COLUMNS = ("ours",), ("in-tree", "sglang-best")
 V41_COLUMNS = {
-    README: (("ours",), ("sglang-full",), ("sglang-best-tails",)),
-    RESULTS: (("ours",), ("sglang-full",), ("sglang",), ("sglang-best-tails",)),
+    README: (("ours",), ("sglang-best-full",), ("sglang-best-tails",)),
+    RESULTS: (("ours",), ("sglang-best-full",), ("sglang",), ("sglang-best-tails",)),
 }
 FIGURES = [
     (README, "tokens in the cache", FLASH, {"measure": TOKENS}, "value", "{:.1f} M"),
@@ -174,13 +174,13 @@ FIGURES = [
         for n in (16, 64, 256)
     ),
     (RESULTS, "agents, 1.56 M live tokens: hits, %", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
-    (RESULTS, "DP attention: tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,.0f}"),
+    (RESULTS, "tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,.0f}"),
     *(
-        (RESULTS, f"DP attention: decode tokens/s, {n} requests", DP2, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        (RESULTS, f"decode tokens/s, {n} requests", DP2, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
         for n in (16, 64, 256)
     ),
     (RESULTS, "tokens in the cache", ROUNDS, {"measure": TOKENS}, "value", "{:,.0f}"),
-    (RESULTS, "first start, all kernels to compile", ROUNDS, {"measure": "start s"}, "value", "{:.0f} s"),
+    (RESULTS, "first start, all kernels to compile", "first_start_v4flash_tp2", {}, "value", "{:.0f} s"),
     (README, "tokens in the cache with EAGLE, 3 drafts", ROUNDS, {"measure": TOKENS}, "value", "{:.1f} M"),
     *((RESULTS, f"speculative round, {n} requests", ROUNDS, {"at": n}, "step_ms", "{:.1f} ms") for n in (16, 64, 256)),
     *(
@@ -189,6 +189,7 @@ FIGURES = [
     ),
     (README, "tokens in the cache", V41, {"measure": TOKENS}, "value", "{:.1f} M"),
     (README, "first token of a hit, 200 new tokens", V41, {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
+    (RESULTS, "first token of a hit", V41, {"load": "20000+200x1"}, "first_token_ms", "{:.1f}/{:.1f} ms"),
     (README, "time to first token, 8K prompt", V41, {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
     (README, "time to first token, 64K prompt", V41, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
     (RESULTS, "tokens in the cache", V41, {"measure": TOKENS}, "value", "{:,.0f}"),
@@ -248,13 +249,19 @@ def test_figures_of_a_shared_host_cache() -> None:
     )
 
 
-def test_figures_of_hints() -> None:
-    rows = [row for row in rows_of("prefix_simulation_hints") if (row["live"], row["seconds"]) == (10, 600.0)]
-    none, right, wrong = (
-        fmean(row["hit"] for row in rows if row["hints"] == kind) for kind in ("none", "right", "wrong")
+def test_figures_of_agents_with_hints() -> None:
+    rows = {row["part"]: row for row in rows_of("agents_hints")}
+    first = {part: row["first_token_s"] for part, row in rows.items()}
+    kinds, text = ("none", "right", "wrong"), RESULTS.read_text()
+    for multiple, label in ((2, "2 times the GPU's"), (10, "10 times")):
+        hits = " | ".join(f"{100 * rows[f'{multiple} x, {kind}']['hit_of_ideal']:.1f}" for kind in kinds)
+        assert f"| {label}: hits, % | {hits} |" in text
+    times = (first[f"10 x, {kind}"] for kind in kinds)
+    assert (
+        f"| 10 times: first token, p50/p90 | {' | '.join('{p50:.2f}/{p90:.1f} s'.format(**t) for t in times)} |" in text
     )
-    assert f"hit {right:.0%} with right hints and {none:.0%} otherwise".replace("%", " %") in HINTS.read_text()
-    assert wrong == none
+    none, right = (f"{rows[f'10 x, {kind}']['hit_of_ideal']:.0%}".replace("%", " %") for kind in ("none", "right"))
+    assert f"[hit {right} with right hints](../benchmarks/results.md#agents), {none} without" in HINTS.read_text()
 
 
 def test_agents_of_the_readme() -> None:
