@@ -30,9 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Numbers of heads that FlashMLA's kernels are compiled for.
 HEAD_COUNTS = (64, MOST_PADDED_HEADS)
-# FlashMLA stores partial results in fp32, 2 KiB for each token and head. A longer prefill is processed in slices of
-# this many (token, head) pairs, so partial results take at most 64 MiB.
-_HEADS_AT_ONCE = 32768
+# FlashMLA stores partial results in fp32, 2 KiB for each token and head. Longer steps are processed in slices of this
+# many (token, head) pairs, whose outputs are joined, so partial results take at most 128 MiB. A verify step of 256
+# requests with 3 drafts is one slice.
+_HEADS_AT_ONCE = 65536
 # Above this number of tokens FlashMLA computes its own schedule: `flashmla_scheduler` processes tokens sequentially.
 _SCHEDULED_TOKENS = 512
 
