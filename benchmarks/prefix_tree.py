@@ -171,12 +171,13 @@ class PrefixTree:
 
     # Memory
 
-    def take_due(self, due: list[Due], interval: int) -> list[tuple[int, int]]:
+    def take_due(self, due: list[Due], interval: int, *, in_answer: bool = False) -> list[tuple[int, int]]:
         """Take slots for due snapshots. Needed ones are served first.
 
         Args:
             due: Due snapshots, with lengths in tokens.
             interval: Tokens of recomputation that an optional snapshot saves.
+            in_answer: They end in an answer.
 
         Returns:
             (length in blocks, slot) of those that got a slot, in ascending order.
@@ -184,6 +185,7 @@ class PrefixTree:
         taken = []
         for length, needed in sorted(due, key=lambda d: not d.needed):
             if slot := self.take_snapshot(needed=needed, saves=interval):
+                self.registry.take(slot, in_answer=in_answer)
                 taken.append((length // BLOCK, slot))
         return sorted(taken)
 

@@ -20,7 +20,7 @@ import numpy as np
 from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
-from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
+from dsv4_sglang.srt.prefix_cache.reuse import AnswerUse, ReuseEstimate
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, Tenants
 
 # Evicted branches that are remembered for ghost hits and for the judgement of hints, per place of the registry.
@@ -62,6 +62,8 @@ class SnapshotRegistry:
         self.interval = np.zeros(size, dtype=np.float64)
         # The number denotes a snapshot.
         self.in_registry = np.zeros(size, dtype=bool)
+        # It ends in an answer, not in a prompt (`take`).
+        self.in_answer = np.zeros(size, dtype=bool)
         # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
         # The next snapshot on the path to the root, or 0.
@@ -72,11 +74,16 @@ class SnapshotRegistry:
         self.hints = HintWeights(size, REMEMBERED * size)
         self.tenants = tenants or Tenants()
         self.reuse = ReuseEstimate(REMEMBERED * size)
+        self.answers = AnswerUse()
         self.policy = policy(self)
 
     def tick(self) -> None:
         self.now += 1
         self.changes += 1
+
+    def take(self, slot: int, *, in_answer: bool) -> None:
+        """Note where the snapshot ends that a step writes to an unused slot, before `add`."""
+        self.in_answer[slot] = in_answer
 
     def add(self, slot: int, length: int, previous: int, following: Iterable[int] = (), *, tenant: str = "") -> None:
         """Add a snapshot to the forest.
@@ -152,7 +159,7 @@ class SnapshotRegistry:
         self.tenants.count(self._place(number), number, tokens, snapshots)
 
     def _forget(self, slot: int) -> None:
-        self.in_registry[slot] = False
+        self.in_registry[slot] = self.in_answer[slot] = False
         self.followers[slot] = 0
         self.copies.forget(slot)
         self.hints.drop(slot)
@@ -172,7 +179,7 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not in the registry, locked, or taken")
         self.changes += 1
         self.previous[list(self.following(slot))] = to
-        for column in (self.length, self.last, self.interval, self.previous, self.followers):
+        for column in (self.length, self.last, self.interval, self.in_answer, self.previous, self.followers):
             column[to] = column[slot]
         self.locks[to] = 0
         self.hints.move(slot, to)
@@ -200,7 +207,22 @@ class SnapshotRegistry:
             self.hints.drop(slot)
         self.last[slot] = self.now
         self.policy.changed(slot)
+        self._count_next_turn(slot)
         return since
+
+    def _count_next_turn(self, slot: int) -> None:
+        """Count whether the conversation that resumes from a snapshot leaves out its last answer (`AnswerUse`).
+
+        It does if it resumes from the end of a prompt although the snapshot of the answer is there. Without that one
+        nobody knows.
+        """
+        if not self.policy.explores(slot):
+            return
+        leaves_out = self.superseded(slot) and bool(self.in_answer[list(self.following(slot))].all())
+        if not (self.in_answer[slot] or leaves_out):
+            return
+        if self.answers.next_turn(leaves_out=not self.in_answer[slot]):
+            self.policy.changed(*np.flatnonzero(self.in_registry & (self.followers == 1)).tolist())
 
     def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
         """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""
