@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.agent_trace import Turn, load
+from benchmarks.agent_trace import TraceConfig, Turn, load, trace
 from benchmarks.prefix_simulation import BLOCK_BYTES, INTERVAL, LeastRecentlyUsed, expected_blind
 from benchmarks.simulated_server import Simulation
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix_cache import policy as policy_module
 from dsv4_sglang.srt.prefix_cache.host_copy import TRANSITIONS, CopyEvent, HostCopy
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
-from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+from dsv4_sglang.srt.prefix_cache.policy import ANSWERED, SUPERSEDED, EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.registry import REMEMBERED, SnapshotRegistry
 
 
@@ -73,6 +74,52 @@ def test_path_hashes() -> None:
         assert same.tolist() == [block < at // BLOCK for block in range(5)]
     blocks = tokens[BLOCK : 2 * BLOCK] + tokens[:BLOCK] + tokens[2 * BLOCK :]
     assert not (path_hashes(blocks, None) == hashes).any()
+
+
+def test_the_end_of_a_prompt_keeps_value_beside_that_of_its_answer() -> None:
+    registry, cost = SnapshotRegistry(9), 1600
+
+    def factors(*numbers: int) -> list[float]:
+        found = registry.policy.recompute_cost()[list(numbers)] / cost
+        assert [registry.policy.entry(n, for_rows=True).cost / cost for n in numbers] == pytest.approx(found.tolist())
+        return found.tolist()
+
+    registry.add(1, cost, 0)
+    registry.add(2, 2 * cost, 1)
+    registry.take(3, in_answer=True)
+    registry.add(3, 3 * cost, 2)
+    assert factors(1, 2, 3) == [SUPERSEDED, ANSWERED, 1]
+    registry.move(3, 4)
+    assert factors(1, 2, 4) == [SUPERSEDED, ANSWERED, 1]
+    registry.add(5, 3 * cost, 2)  # the next prompt leaves out the answer
+    assert factors(2, 4, 5) == [1, 1, 1]
+    registry.remove(4)
+    assert factors(1, 2, 5) == [SUPERSEDED, SUPERSEDED, 1]
+    registry.take(4, in_answer=True)
+    registry.add(4, 4 * cost, 5)
+    registry.take(6, in_answer=True)
+    registry.add(6, 5 * cost, 4)  # an answer that goes on
+    assert factors(5, 4, 6) == [ANSWERED, SUPERSEDED, 1]
+
+
+def without_answers(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """Yield the turns of chats whose next prompt leaves out the last answer's reasoning, two thirds of it."""
+    before: dict[tuple[int, int], Turn] = {}
+    for turn in turns:
+        last = before.get((turn.conversation, turn.base))
+        if last is not None:
+            cut = min(turn.cut, last.prompt)
+            turn = replace(turn, cut=cut, append=turn.append + last.generate // 3)
+        before[turn.key] = turn
+        yield turn
+
+
+def test_chats_that_leave_out_reasoning_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = TraceConfig(240, 80, turns=(3, 12), tokens=(2_000, 30_000), generate=(200, 2_000))
+    turns = list(without_answers(trace(lengths)))
+    found = hits(turns, 500_000)
+    monkeypatch.setattr(policy_module, "ANSWERED", SUPERSEDED)
+    assert found > hits(turns, 500_000) + 0.05
 
 
 def test_new_conversations_replace_ended_ones() -> None:

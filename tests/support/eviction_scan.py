@@ -38,6 +38,8 @@ def check_next_slot(registry: SnapshotRegistry) -> None:
         registry.followers.tolist()
         == np.bincount(registry.previous[registry.in_registry], minlength=len(registry.in_registry)).tolist()
     )
+    answers = registry.previous[registry.in_registry & registry.in_answer]
+    assert registry.answers.tolist() == np.bincount(answers, minlength=len(registry.in_registry)).tolist()
     victim = registry.policy.lowest_value(needed=True, saves=0)
     assert bool(victim) == evictable.any()
     assert score[victim] == pytest.approx(score.max(), rel=1e-14)

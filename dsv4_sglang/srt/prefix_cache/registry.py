@@ -20,7 +20,7 @@ import numpy as np
 from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
-from dsv4_sglang.srt.prefix_cache.reuse import AnswerUse, ReuseEstimate
+from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, Tenants
 
 # Evicted branches that are remembered for ghost hits and for the judgement of hints, per place of the registry.
@@ -70,11 +70,12 @@ class SnapshotRegistry:
         self.previous = np.zeros(size, dtype=np.int64)
         # Number of snapshots that have this one as `previous`.
         self.followers = np.zeros(size, dtype=np.int64)
+        # Number of those that end in an answer.
+        self.answers = np.zeros(size, dtype=np.int64)
         self.copies = HostCopies(size)
         self.hints = HintWeights(size, REMEMBERED * size)
         self.tenants = tenants or Tenants()
         self.reuse = ReuseEstimate(REMEMBERED * size)
-        self.answers = AnswerUse()
         self.policy = policy(self)
 
     def tick(self) -> None:
@@ -113,6 +114,8 @@ class SnapshotRegistry:
             self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
+        self.answers[slot] = answers = self.in_answer[following].sum()
+        self.answers[previous] += int(self.in_answer[slot]) - answers
         self.policy.changed(slot, previous, *following)
 
     def remove(self, slot: int, path_hash: int = 0) -> None:
@@ -139,6 +142,7 @@ class SnapshotRegistry:
         self._count(slot, -self._tokens_of(slot), -1)
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
+        self.answers[previous] += self.in_answer[following].sum() - int(self.in_answer[slot])
         self._forget(slot)
         self.policy.changed(previous, *following)
 
@@ -160,7 +164,7 @@ class SnapshotRegistry:
 
     def _forget(self, slot: int) -> None:
         self.in_registry[slot] = self.in_answer[slot] = False
-        self.followers[slot] = 0
+        self.followers[slot] = self.answers[slot] = 0
         self.copies.forget(slot)
         self.hints.drop(slot)
         self.policy.forget(slot)
@@ -179,7 +183,8 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not in the registry, locked, or taken")
         self.changes += 1
         self.previous[list(self.following(slot))] = to
-        for column in (self.length, self.last, self.interval, self.in_answer, self.previous, self.followers):
+        columns = self.length, self.last, self.interval, self.in_answer, self.previous, self.followers, self.answers
+        for column in columns:
             column[to] = column[slot]
         self.locks[to] = 0
         self.hints.move(slot, to)
@@ -207,22 +212,7 @@ class SnapshotRegistry:
             self.hints.drop(slot)
         self.last[slot] = self.now
         self.policy.changed(slot)
-        self._count_next_turn(slot)
         return since
-
-    def _count_next_turn(self, slot: int) -> None:
-        """Count whether the conversation that resumes from a snapshot leaves out its last answer (`AnswerUse`).
-
-        It does if it resumes from the end of a prompt although the snapshot of the answer is there. Without that one
-        nobody knows.
-        """
-        if not self.policy.explores(slot):
-            return
-        leaves_out = self.superseded(slot) and bool(self.in_answer[list(self.following(slot))].all())
-        if not (self.in_answer[slot] or leaves_out):
-            return
-        if self.answers.next_turn(leaves_out=not self.in_answer[slot]):
-            self.policy.changed(*np.flatnonzero(self.in_registry & (self.followers == 1)).tolist())
 
     def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
         """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""
@@ -278,6 +268,10 @@ class SnapshotRegistry:
     def superseded(self, slot: int) -> bool:
         """Return True if a later snapshot is on the same branch, on the device or on the host."""
         return bool(self.followers[slot] == 1)
+
+    def answered(self, slot: int) -> bool:
+        """Return True if the snapshot is that of a prompt, and the one later snapshot is that of its answer."""
+        return bool(self.superseded(slot) and self.answers[slot] and not self.in_answer[slot])
 
     def following(self, slot: int) -> set[int]:
         """Return the next snapshots on the paths below this one."""

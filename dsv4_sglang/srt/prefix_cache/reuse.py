@@ -1,4 +1,4 @@
-"""Estimates of how conversations go on: the time between two uses, and whether their answers are used again."""
+"""Estimate of the time between two uses of a conversation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ MEMORY = 256
 
 # Number of reuses over which their mean wait is averaged (exponentially).
 REUSE_MEMORY = 32
-
-# Number of next turns over which the share that leaves out the last answer is averaged (exponentially), and the shares
-# above and below which this is taken for granted.
-TURN_MEMORY = 32
-MOST_LEAVE, FEW_LEAVE = 0.25, 0.125
 
 # Upper limit of the mean interval, as a multiple of the mean interval of branches that were reused. A larger limit
 # favours workloads that reuse everything, a smaller one workloads with many finished conversations: factors 1.5, 2 and
@@ -97,24 +92,3 @@ class ReuseEstimate:
         """Update `mean_interval`: waiting time per reuse, which estimates the mean of censored intervals."""
         if self.reuses:
             self.mean_interval = min(self.wait_total / self.reuses, INTERVAL_CAP * self.mean_reuse_wait)
-
-
-class AnswerUse:
-    """Whether the next prompt of a conversation contains the last answer as the model computed it.
-
-    Agents that call tools send it back. Templates of chats leave out the reasoning of earlier turns, so the next prompt
-    leaves the path at the end of the last prompt.
-
-    Attributes:
-        left_out: most conversations leave it out.
-    """
-
-    def __init__(self) -> None:
-        self.left_out = False
-        self._share = 0.0
-
-    def next_turn(self, *, leaves_out: bool) -> bool:
-        """Count the next turn of a conversation. Return True if `left_out` has changed."""
-        self._share += (leaves_out - self._share) / TURN_MEMORY
-        before, self.left_out = self.left_out, self._share > (FEW_LEAVE if self.left_out else MOST_LEAVE)
-        return before != self.left_out
