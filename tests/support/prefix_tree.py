@@ -429,9 +429,8 @@ class TreeServer(BlockOwner):
 
     def press(self, blocks: int, snapshots: int) -> None:
         self._make_room(min(blocks, self.blocks))
-        due = Due(BLOCK, True)
-        taken = [slot for slot in [self.component.planner._take(due) for _ in range(snapshots)] if slot]
-        self.component.slots.give_back(taken)
+        taken = [self.component.planner._take(Due(BLOCK, True), in_answer=False) for _ in range(snapshots)]
+        self.component.slots.give_back(filter(None, taken))
 
     def keep_back(self) -> None:
         """Withhold all free snapshots until `let_go`."""
