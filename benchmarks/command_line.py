@@ -48,15 +48,16 @@ class Model:
 BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
 # SGLang keeps the windows of four prefixes per running request by default. Users raise it to this number.
 TAILS_FLAGS = "--swa-prefix-tails 1024"
+FULL_FLAG = "--no-enable-decoder-swa-bounded-replay"
 # Modes of SGLang for DeepSeek-V4.1. By default it computes layers 20 to 39 only for the last 128 tokens of a prefill
 # step, which is not exact; "full" computes them for all. "encoder-replay" keeps no window entries of a prefix and
 # computes its last 128 tokens again at each hit. "best" adds the flags that users set for speed.
 V41_SERVERS = {
-    "sglang-full": "--no-enable-decoder-swa-bounded-replay",
+    "sglang-full": FULL_FLAG,
     "sglang-tails": TAILS_FLAGS,
     "sglang-encoder-replay": "--enable-encoder-swa-bounded-replay",
     "sglang-best-tails": f"{TAILS_FLAGS} {BEST_FLAGS}",
-    "sglang-best-full": f"--no-enable-decoder-swa-bounded-replay {TAILS_FLAGS} {BEST_FLAGS}",
+    "sglang-best-full": f"{FULL_FLAG} {TAILS_FLAGS} {BEST_FLAGS}",
 }
 MODELS = {
     "flashshape": Model(CONFIGS / "flashshape", 0.6, 240, 1),
