@@ -156,6 +156,8 @@ def serve_turns(rank: int, turns: int, seed: int) -> Counter[str]:
             aborts=0.05,
             chunks=0.2,
             prefetch_policy="timeout",
+            # SGLang's default of 1 s ends prefetches on a busy machine.
+            extra_config={"prefetch_timeout_base": 60},
         )
         for turn in range(turns):
             server.turn()
@@ -172,13 +174,10 @@ def serve_turns(rank: int, turns: int, seed: int) -> Counter[str]:
 @pytest.mark.slow
 def test_processes_of_a_segment_agree(folder: Path) -> None:
     """Two processes share rows that an earlier pair has left, fetch and flush, and choose the same rows."""
-    done = Counter[str]()
     for seed in range(2 * TIMES):
         first, second = values(run_ranks(2, serve_turns, 200, seed))
         assert first == second, "the processes have decided differently"
-        done += first
-    # On a busy machine most prefetches of a pair may time out.
-    assert done["from storage"] > 0 and done["flushed"] > 0
+        assert first["from storage"] > 0 and first["flushed"] > 0
 
 
 def serve_until_killed(seed: int, pipe: Any) -> None:
