@@ -143,6 +143,10 @@ def test_audit_finds_a_row_with_another_key(folder: Path) -> None:
 
 
 def serve_turns(rank: int, turns: int, seed: int) -> Counter[str]:
+    """Serve `turns` iterations, and more until the storage has served a prompt and a flush has ended.
+
+    Whether a fetch ends before its request times out depends on when the threads of both processes run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         without_a_server(patch)
         server = HostCacheServer(
@@ -159,15 +163,17 @@ def serve_turns(rank: int, turns: int, seed: int) -> Counter[str]:
             # SGLang's default of 1 s ends prefetches on a busy machine.
             extra_config={"prefetch_timeout_base": 60},
         )
-        for turn in range(turns):
+        done, turn = server.done, 0
+        while turn < turns or not (done["from storage"] and done["flushed"]):
+            assert turn < 50 * turns, done
             server.turn()
             assert not server.wrong, (turn, server.wrong)
+            done["from storage"] = int(server.component.metrics.total("hit_tokens", "storage"))
+            turn += 1
         server.settle()
         server.check()
         server.check_contents()
         end(server)
-        done = server.done
-        done["from storage"] = int(server.component.metrics.total("hit_tokens", "storage"))
     return done
 
 
@@ -177,7 +183,6 @@ def test_processes_of_a_segment_agree(folder: Path) -> None:
     for seed in range(2 * TIMES):
         first, second = values(run_ranks(2, serve_turns, 200, seed))
         assert first == second, "the processes have decided differently"
-        assert first["from storage"] > 0 and first["flushed"] > 0
 
 
 def serve_until_killed(seed: int, pipe: Any) -> None:
