@@ -143,10 +143,6 @@ def test_audit_finds_a_row_with_another_key(folder: Path) -> None:
 
 
 def serve_turns(rank: int, turns: int, seed: int) -> Counter[str]:
-    """Serve `turns` iterations, and more until the storage has served a prompt and a flush has ended.
-
-    Whether a fetch ends before its request times out depends on when the threads of both processes run.
-    """
     with pytest.MonkeyPatch.context() as patch:
         without_a_server(patch)
         server = HostCacheServer(
@@ -163,18 +159,13 @@ def serve_turns(rank: int, turns: int, seed: int) -> Counter[str]:
             # SGLang's default of 1 s ends prefetches on a busy machine.
             extra_config={"prefetch_timeout_base": 60},
         )
-        done, turn = server.done, 0
-        while turn < turns or not (done["from storage"] and done["flushed"]):
-            assert turn < 50 * turns, done
-            server.turn()
-            assert not server.wrong, (turn, server.wrong)
-            done["from storage"] = int(server.component.metrics.total("hit_tokens", "storage"))
-            turn += 1
+        for _ in server.turns(turns, "from storage", "flushed"):
+            pass
         server.settle()
         server.check()
         server.check_contents()
         end(server)
-    return done
+    return server.done
 
 
 @pytest.mark.slow

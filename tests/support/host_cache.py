@@ -19,7 +19,7 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -375,6 +375,21 @@ class HostCacheServer(BlockOwner):
             self.states.states[slot, layer] = state_of(tokens[:length])
 
     # The scheduler's iteration
+
+    def turns(self, least: int, *operations: str) -> Iterator[int]:
+        """Run `least` iterations, and more until each of `operations` was done. Yield the number of each.
+
+        Whether fetches end before their requests time out depends on when the threads of all processes run.
+        """
+        done, most = self.done, 50 * least
+        for turn in range(most):
+            if turn >= least and all(done[operation] for operation in operations):
+                return
+            self.turn()
+            assert not self.wrong, (turn, self.wrong)
+            done["from storage"] = int(self.component.metrics.total("hit_tokens", "storage"))
+            yield turn
+        raise AssertionError(f"{operations} after {most} iterations: {done}")
 
     def turn(self) -> None:
         """Run an iteration with overlap: the next step is launched before the result of the last one is processed."""
