@@ -143,13 +143,14 @@ class Simulation:
             branch=match.cached * BLOCK,
         )
         node = match.node
-        if pending := tree.take_due(due, self.interval):
+        if pending := tree.take_due(due, self.interval, prompt=prompt_tokens):
             node = tree.insert(node, keys, blocks, pending)
             tree.lock(node)
             tree.unlock(match.node)
         grid = range(prompt_tokens // BLOCK * BLOCK + BLOCK, end, BLOCK)
         kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
-        self.running.append(Running(key, keys, blocks, node, tree.take_due(kept, self.interval)))
+        pending = tree.take_due(kept, self.interval, in_answer=True)
+        self.running.append(Running(key, keys, blocks, node, pending))
 
     def finish(self, key: tuple[int, int]) -> None:
         """End a request, unless it ended before for lack of blocks."""

@@ -25,6 +25,13 @@ from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, Tenants
 
 # Evicted branches that are remembered for ghost hits and for the judgement of hints, per place of the registry.
 REMEMBERED = 4
+import os
+SUPERSEDED=1/16
+GOES_ON=os.environ.get("GOES_ON","1")=="1"
+OWN=os.environ.get("OWN","1")=="1"
+ENDS=os.environ.get("ENDS","1")=="1"
+WINDOW=int(os.environ.get("WINDOW","64"))
+FIRST=int(os.environ.get("FIRST","16"))
 
 
 class SnapshotRegistry:
@@ -62,6 +69,11 @@ class SnapshotRegistry:
         self.interval = np.zeros(size, dtype=np.float64)
         # The number denotes a snapshot.
         self.in_registry = np.zeros(size, dtype=bool)
+        self.kind = np.zeros(size, dtype=np.int8)
+        self.factor = np.ones(size, dtype=np.float64)
+        self.answered = np.zeros(size, dtype=bool)
+        self.chance = np.array([SUPERSEDED, SUPERSEDED, 1 - 2 * SUPERSEDED])
+        self.events = FIRST
         # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
         # The next snapshot on the path to the root, or 0.
@@ -77,6 +89,30 @@ class SnapshotRegistry:
     def tick(self) -> None:
         self.now += 1
         self.changes += 1
+
+    def take(self, slot: int, *, kind: int) -> None:
+        self.kind[slot] = kind
+
+    def _weigh(self, slot: int) -> None:
+        if not slot or not self.in_registry[slot]:
+            return
+        kind, count = int(self.kind[slot]), self.followers[slot]
+        if count > 1:
+            self.factor[slot] = 1.0
+            return
+        last = 3
+        if count == 1:
+            (after,) = self.following(slot)
+            last = int(self.kind[after])
+        self.factor[slot] = max(SUPERSEDED, self.chance[kind:last].sum())
+
+    def resumed(self, slot: int, leaves: int) -> None:
+        """leaves: kind of the resume that was wanted"""
+        self.log[leaves] += 1
+        self.events = min(self.events + 1, WINDOW)
+        self.chance += (np.eye(3)[leaves] - self.chance) / self.events
+
+    log = [0, 0, 0]
 
     def add(self, slot: int, length: int, previous: int, following: Iterable[int] = (), *, tenant: str = "") -> None:
         """Add a snapshot to the forest.
@@ -106,6 +142,9 @@ class SnapshotRegistry:
             self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
+        self.answered[slot] = False
+        self.answered[previous] = self.kind[slot] == 2 and self.kind[previous] == 1
+        self._weigh(slot), self._weigh(previous)
         self.policy.changed(slot, previous, *following)
 
     def remove(self, slot: int, path_hash: int = 0) -> None:
@@ -133,6 +172,7 @@ class SnapshotRegistry:
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
         self._forget(slot)
+        self._weigh(previous)
         self.policy.changed(previous, *following)
 
     def count_tenants(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -172,7 +212,8 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not in the registry, locked, or taken")
         self.changes += 1
         self.previous[list(self.following(slot))] = to
-        for column in (self.length, self.last, self.interval, self.previous, self.followers):
+        columns = self.length, self.last, self.interval, self.kind, self.previous, self.followers, self.factor, self.answered
+        for column in columns:
             column[to] = column[slot]
         self.locks[to] = 0
         self.hints.move(slot, to)

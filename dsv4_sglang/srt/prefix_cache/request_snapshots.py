@@ -46,7 +46,7 @@ class SnapshotPlanner:
         )
         # If not all fit, those with a known use come first, and the deepest of them, which saves most.
         due.sort(key=lambda d: (not d.needed, -d.length))
-        taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d))]
+        taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d, in_answer=False))]
         self.component.metrics.add("snapshots_skipped", len(due) - len(taken))
         self.component.metrics.copied_snapshots(len(taken), timed=True)
         taken.sort()
@@ -58,7 +58,7 @@ class SnapshotPlanner:
         pending = RequestNote.of(req).pending
         if pending is None:
             return 0
-        slot = self._take(Due(length, True))
+        slot = self._take(Due(length, True), in_answer=True)
         if slot:
             self.component.metrics.copied_snapshots(1, timed=False)
             pending.append(Pending(length, slot, rolling=True))
@@ -105,7 +105,8 @@ class SnapshotPlanner:
             return pending[-1].slot
         return self.plan_decode(req, length) if begin < length <= begin + draft_tokens else 0
 
-    def _take(self, due: Due) -> int:
-        slot = self.component.allocate_slot(needed=due.needed)
+    def _take(self, due: Due, *, in_answer: bool) -> int:
+        if slot := self.component.allocate_slot(needed=due.needed):
+            self.component.slots.registry.take(slot, in_answer=in_answer)
         self.component.metrics.add("snapshots_taken", slot > 0)
         return slot
