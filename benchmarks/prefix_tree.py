@@ -104,6 +104,18 @@ class PrefixTree:
                 wanted = 2 if ghost else 1
         if wanted is not None:
             registry.resumed(slot, wanted)
+            import os
+            mode = os.environ.get("REUSE", "0")
+            if mode != "0":
+                y = below[0] if match.cached > match.resume and below else slot
+                if y and not (y == slot and registry.ends_branch(y)):
+                    for z in registry.following(y):
+                        if registry.kind[z] == 2: y = z
+                    since = float(registry.now - registry.last[y])
+                    registry.reuse.wait_ended(since, reused=True)
+                    if mode == "2" and slot:
+                        known = registry.interval[y]
+                        self.inherit = (slot, since if known == 0 else (known + since) / 2)
         if slot:
             registry.use(slot)
 
