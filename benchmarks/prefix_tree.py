@@ -76,48 +76,10 @@ class PrefixTree:
         """Lock the matched path and its snapshot for a request with these keys, and update the reuse statistics."""
         self.registry.tick()
         self.lock(match.node)
-        registry = self.registry
-        ghost = registry.ghost_hit(keys[match.resume :][::-1].tolist())
-        slot = match.node.snapshot
-        wanted = None
-        if match.cached > match.resume:
-            node, depth, whole = match.node, match.resume, True
-            while depth < match.cached:
-                child = node.children[int(keys[depth])]
-                common = common_blocks(child.keys, keys[depth:])
-                depth += common
-                whole = common == len(child.keys)
-                node = child
-            below = [node.snapshot] if not whole and node.snapshot else self._snapshots_below(node)
-            if len(below) == 1:
-                y = below[0]
-                after = registry.following(y)
-                if len(after) < 2 and all(registry.kind[z] == 2 for z in after) and registry.kind[y]:
-                    wanted = int(registry.kind[y]) - 1
-            elif not below and whole and not node.children:
-                wanted = 2
-        elif slot:
-            kind, count = int(registry.kind[slot]), registry.followers[slot]
-            if kind == 2 and not count:
-                wanted = 2
-            elif kind == 1 and registry.answered[slot] and (not count or count == 1 and all(registry.kind[z] == 2 for z in registry.following(slot))):
-                wanted = 2 if ghost else 1
-        if wanted is not None:
-            registry.resumed(slot, wanted)
-            import os
-            mode = os.environ.get("REUSE", "0")
-            if mode != "0":
-                y = below[0] if match.cached > match.resume and below else slot
-                if y and not (y == slot and registry.ends_branch(y)):
-                    for z in registry.following(y):
-                        if registry.kind[z] == 2: y = z
-                    since = float(registry.now - registry.last[y])
-                    registry.reuse.wait_ended(since, reused=True)
-                    if mode == "2" and slot:
-                        known = registry.interval[y]
-                        self.inherit = (slot, since if known == 0 else (known + since) / 2)
-        if slot:
-            registry.use(slot)
+        if match.node.snapshot:
+            self.registry.use(match.node.snapshot)
+        recomputes = self.registry.ghost_hit(keys[match.resume :][::-1].tolist()) > 0
+        self.registry.resumed(match.node.snapshot, match.cached * BLOCK, recomputes=recomputes)
 
     def lock(self, node: Node) -> None:
         if node.snapshot:
@@ -210,21 +172,20 @@ class PrefixTree:
 
     # Memory
 
-    def take_due(self, due: list[Due], interval: int, *, prompt: int = 0, in_answer: bool = False) -> list[tuple[int, int]]:
+    def take_due(self, due: list[Due], interval: int) -> list[tuple[int, int]]:
         """Take slots for due snapshots. Needed ones are served first.
 
         Args:
             due: Due snapshots, with lengths in tokens.
             interval: Tokens of recomputation that an optional snapshot saves.
-            in_answer: They end in an answer.
 
         Returns:
             (length in blocks, slot) of those that got a slot, in ascending order.
         """
         taken = []
-        for length, needed in sorted(due, key=lambda d: not d.needed):
+        for length, needed, point in sorted(due, key=lambda d: not d.needed):
             if slot := self.take_snapshot(needed=needed, saves=interval):
-                self.registry.take(slot, kind=2 if in_answer else int(length // BLOCK >= (prompt - 1) // BLOCK))
+                self.registry.set_point(slot, point)
                 taken.append((length // BLOCK, slot))
         return sorted(taken)
 

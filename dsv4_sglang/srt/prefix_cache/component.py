@@ -64,6 +64,8 @@ class SnapshotComponent(MambaComponent):
         since_use = None if slot is None else registry.use(slot)
         recomputed = path_hashes(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)[resumed // BLOCK :]
         since_eviction = registry.ghost_hit(recomputed[::-1].tolist())
+        if not len(req.output_ids):  # it was not retracted
+            registry.resumed(slot or 0, req.mamba_branching_seqlen or 0, recomputes=since_eviction > 0)
         self.metrics.admitted(req, resumed, self.hits(req, resumed), since_use, since_eviction)
 
     def hits(self, req: Req, resumed: int) -> dict[str, int]:

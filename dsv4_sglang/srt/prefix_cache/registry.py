@@ -13,25 +13,19 @@ conversation. Its end is the snapshot that has no follower.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+from dsv4_sglang.srt.prefix_cache.resume_points import BEFORE, ResumeEstimate, ResumePoint
 from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, Tenants
 
 # Evicted branches that are remembered for ghost hits and for the judgement of hints, per place of the registry.
 REMEMBERED = 4
-import os
-SUPERSEDED=1/16
-GOES_ON=os.environ.get("GOES_ON","1")=="1"
-OWN=os.environ.get("OWN","1")=="1"
-ENDS=os.environ.get("ENDS","1")=="1"
-WINDOW=int(os.environ.get("WINDOW","64"))
-FIRST=int(os.environ.get("FIRST","16"))
 
 
 class SnapshotRegistry:
@@ -69,11 +63,12 @@ class SnapshotRegistry:
         self.interval = np.zeros(size, dtype=np.float64)
         # The number denotes a snapshot.
         self.in_registry = np.zeros(size, dtype=bool)
-        self.kind = np.zeros(size, dtype=np.int8)
-        self.factor = np.ones(size, dtype=np.float64)
+        # Its `ResumePoint` (`set_point`). Those of a storage are not known and count as ends of prompts.
+        self.point = np.full(size, ResumePoint.PROMPT, dtype=np.int8)
+        # The newest snapshot after this end of a prompt was the end of the answer.
         self.answered = np.zeros(size, dtype=bool)
-        self.chance = np.array([SUPERSEDED, SUPERSEDED, 1 - 2 * SUPERSEDED])
-        self.events = FIRST
+        # Probability that a request needs it to go on with its conversation, when its neighbours last changed.
+        self.needed = np.ones(size, dtype=np.float64)
         # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
         # The next snapshot on the path to the root, or 0.
@@ -84,35 +79,16 @@ class SnapshotRegistry:
         self.hints = HintWeights(size, REMEMBERED * size)
         self.tenants = tenants or Tenants()
         self.reuse = ReuseEstimate(REMEMBERED * size)
+        self.resumes = ResumeEstimate()
         self.policy = policy(self)
 
     def tick(self) -> None:
         self.now += 1
         self.changes += 1
 
-    def take(self, slot: int, *, kind: int) -> None:
-        self.kind[slot] = kind
-
-    def _weigh(self, slot: int) -> None:
-        if not slot or not self.in_registry[slot]:
-            return
-        kind, count = int(self.kind[slot]), self.followers[slot]
-        if count > 1:
-            self.factor[slot] = 1.0
-            return
-        last = 3
-        if count == 1:
-            (after,) = self.following(slot)
-            last = int(self.kind[after])
-        self.factor[slot] = max(SUPERSEDED, self.chance[kind:last].sum())
-
-    def resumed(self, slot: int, leaves: int) -> None:
-        """leaves: kind of the resume that was wanted"""
-        self.log[leaves] += 1
-        self.events = min(self.events + 1, WINDOW)
-        self.chance += (np.eye(3)[leaves] - self.chance) / self.events
-
-    log = [0, 0, 0]
+    def set_point(self, slot: int, point: ResumePoint) -> None:
+        """Note which resume point a step writes to an unused slot, before `add`."""
+        self.point[slot] = point
 
     def add(self, slot: int, length: int, previous: int, following: Iterable[int] = (), *, tenant: str = "") -> None:
         """Add a snapshot to the forest.
@@ -142,9 +118,11 @@ class SnapshotRegistry:
             self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
+        self._count_leaving(slot, following)
         self.answered[slot] = False
-        self.answered[previous] = self.kind[slot] == 2 and self.kind[previous] == 1
-        self._weigh(slot), self._weigh(previous)
+        self.answered[previous] = self.point[slot] == ResumePoint.ANSWER and self.point[previous] == ResumePoint.PROMPT
+        self._weigh(slot, following)
+        self._weigh(previous, [slot])
         self.policy.changed(slot, previous, *following)
 
     def remove(self, slot: int, path_hash: int = 0) -> None:
@@ -172,7 +150,7 @@ class SnapshotRegistry:
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
         self._forget(slot)
-        self._weigh(previous)
+        self._weigh(previous, following)
         self.policy.changed(previous, *following)
 
     def count_tenants(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -191,8 +169,19 @@ class SnapshotRegistry:
         """Add tokens and snapshots to what the tenant of a snapshot holds."""
         self.tenants.count(self._place(number), number, tokens, snapshots)
 
+    def _weigh(self, slot: int, following: Sequence[int]) -> None:
+        """Update `needed` of a snapshot after a change of its followers. `following`: some of them."""
+        if self.followers[slot] > 1:  # a fork
+            self.needed[slot] = 1.0
+        elif not self.followers[slot]:
+            self.needed[slot] = self.resumes.needed(self.point[slot])
+        else:
+            after = next(iter(following or self.following(slot)))
+            self.needed[slot] = self.resumes.needed(self.point[slot], self.point[after])
+
     def _forget(self, slot: int) -> None:
         self.in_registry[slot] = False
+        self.point[slot] = ResumePoint.PROMPT
         self.followers[slot] = 0
         self.copies.forget(slot)
         self.hints.drop(slot)
@@ -212,8 +201,8 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not in the registry, locked, or taken")
         self.changes += 1
         self.previous[list(self.following(slot))] = to
-        columns = self.length, self.last, self.interval, self.kind, self.previous, self.followers, self.factor, self.answered
-        for column in columns:
+        history = self.length, self.last, self.interval, self.point, self.answered, self.needed
+        for column in (*history, self.previous, self.followers):
             column[to] = column[slot]
         self.locks[to] = 0
         self.hints.move(slot, to)
@@ -242,6 +231,33 @@ class SnapshotRegistry:
         self.last[slot] = self.now
         self.policy.changed(slot)
         return since
+
+    def resumed(self, slot: int, cached: int, *, recomputes: bool) -> None:
+        """Count at which resume point a request went on with its conversation, if that is known.
+
+        Args:
+            slot: the snapshot from which it resumes, or 0.
+            cached: tokens of its path whose blocks are cached.
+            recomputes: it recomputes an evicted branch (`ghost_hit`).
+        """
+        if not slot or self.followers[slot] > 1:  # which conversation of a fork goes on is not known
+            return
+        if self.answered[slot]:
+            beyond = cached > self.length[slot]
+            if not beyond or self.ends_branch(slot):
+                # If the end of the answer was evicted, its blocks may be cached.
+                self.resumes.count(ResumePoint.ANSWER if beyond or recomputes else ResumePoint.PROMPT)
+        elif self.point[slot] == ResumePoint.ANSWER and self.ends_branch(slot):
+            self.resumes.count(ResumePoint.ANSWER)
+
+    def _count_leaving(self, slot: int, following: Sequence[int]) -> None:
+        """Count the resume point of a request that left the path of a conversation's last turn where it took a
+        snapshot. `following`: the next snapshots of that path."""
+        if self.point[slot] != ResumePoint.FORK or len(following) != 1:
+            return
+        after = following[0]
+        if (self.ends_branch(after) or self.answered[after]) and self.point[after] in BEFORE:
+            self.resumes.count(BEFORE[self.point[after]])
 
     def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
         """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix_cache.resume_points import ResumePoint
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -46,7 +47,7 @@ class SnapshotPlanner:
         )
         # If not all fit, those with a known use come first, and the deepest of them, which saves most.
         due.sort(key=lambda d: (not d.needed, -d.length))
-        taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d, in_answer=False))]
+        taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d))]
         self.component.metrics.add("snapshots_skipped", len(due) - len(taken))
         self.component.metrics.copied_snapshots(len(taken), timed=True)
         taken.sort()
@@ -58,7 +59,7 @@ class SnapshotPlanner:
         pending = RequestNote.of(req).pending
         if pending is None:
             return 0
-        slot = self._take(Due(length, True), in_answer=True)
+        slot = self._take(Due(length, True, ResumePoint.ANSWER))
         if slot:
             self.component.metrics.copied_snapshots(1, timed=False)
             pending.append(Pending(length, slot, rolling=True))
@@ -105,8 +106,8 @@ class SnapshotPlanner:
             return pending[-1].slot
         return self.plan_decode(req, length) if begin < length <= begin + draft_tokens else 0
 
-    def _take(self, due: Due, *, in_answer: bool) -> int:
+    def _take(self, due: Due) -> int:
         if slot := self.component.allocate_slot(needed=due.needed):
-            self.component.slots.registry.take(slot, in_answer=in_answer)
+            self.component.slots.registry.set_point(slot, due.point)
         self.component.metrics.add("snapshots_taken", slot > 0)
         return slot
