@@ -43,7 +43,7 @@ def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: 
     least = -(-begin // BLOCK) * BLOCK + BLOCK
     regular = range(-(-least // interval) * interval, end + 1, interval)
     lengths = {length: Due(length, False, ResumePoint.WITHIN) for length in regular}
-    for needed, point in (branch, ResumePoint.FORK), (prompt - 1, ResumePoint.PROMPT), (prompt, ResumePoint.PROMPT):
+    for needed, point in (branch, ResumePoint.WITHIN), (prompt - 1, ResumePoint.PROMPT), (prompt, ResumePoint.PROMPT):
         length = needed // BLOCK * BLOCK
         lengths[length] = Due(length, True, point)
     return sorted(due for due in lengths.values() if least <= due.length <= end)

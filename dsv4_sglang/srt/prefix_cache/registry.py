@@ -118,7 +118,6 @@ class SnapshotRegistry:
             self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
-        self._count_leaving(slot, following)
         self.answered[slot] = False
         self.answered[previous] = self.point[slot] == ResumePoint.ANSWER and self.point[previous] == ResumePoint.PROMPT
         self._weigh(slot, following)
@@ -232,32 +231,27 @@ class SnapshotRegistry:
         self.policy.changed(slot)
         return since
 
-    def resumed(self, slot: int, cached: int, *, recomputes: bool) -> None:
-        """Count at which resume point a request went on with its conversation, if that is known.
+    def resumed(self, slot: int, below: Sequence[int] | None, *, recomputes: bool) -> None:
+        """Count at which resume point a request goes on with a conversation, if that is known.
 
         Args:
             slot: the snapshot from which it resumes, or 0.
-            cached: tokens of its path whose blocks are cached.
+            below: the next snapshots after the place where it leaves the cached path; None if that is at `slot`.
             recomputes: it recomputes an evicted branch (`ghost_hit`).
         """
-        if not slot or self.followers[slot] > 1:  # which conversation of a fork goes on is not known
-            return
-        if self.answered[slot]:
-            beyond = cached > self.length[slot]
-            if not beyond or self.ends_branch(slot):
-                # If the end of the answer was evicted, its blocks may be cached.
-                self.resumes.count(ResumePoint.ANSWER if beyond or recomputes else ResumePoint.PROMPT)
-        elif self.point[slot] == ResumePoint.ANSWER and self.ends_branch(slot):
-            self.resumes.count(ResumePoint.ANSWER)
-
-    def _count_leaving(self, slot: int, following: Sequence[int]) -> None:
-        """Count the resume point of a request that left the path of a conversation's last turn where it took a
-        snapshot. `following`: the next snapshots of that path."""
-        if self.point[slot] != ResumePoint.FORK or len(following) != 1:
-            return
-        after = following[0]
-        if (self.ends_branch(after) or self.answered[after]) and self.point[after] in BEFORE:
-            self.resumes.count(BEFORE[self.point[after]])
+        if below:
+            after = below[0]
+            of_last_turn = len(below) == 1 and (self.ends_branch(after) or self.answered[after])
+            if of_last_turn and self.point[after] in BEFORE:
+                self.resumes.count(BEFORE[self.point[after]])
+        elif slot and self.followers[slot] <= 1:  # which conversation of a fork goes on is not known
+            ends = self.ends_branch(slot)
+            if self.answered[slot] and (ends or below is None):
+                # The blocks of the answer, or a memory of them, outlive its snapshot.
+                repeats = below is not None or recomputes
+                self.resumes.count(ResumePoint.ANSWER if repeats else ResumePoint.PROMPT)
+            elif self.point[slot] == ResumePoint.ANSWER and ends:
+                self.resumes.count(ResumePoint.ANSWER)
 
     def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
         """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""

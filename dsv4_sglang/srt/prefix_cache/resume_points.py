@@ -23,14 +23,11 @@ class ResumePoint(IntEnum):
     - `PROMPT`: at the end of the prompt, if it leaves out the answer or a part of it. Templates of chats leave out the
       reasoning of earlier turns;
     - `WITHIN`: before the end of the prompt, if that has changed, too.
-
-    `FORK` is a place within a prompt, too: the one where it left the path of another request.
     """
 
-    FORK = 0
-    WITHIN = 1
-    PROMPT = 2
-    ANSWER = 3
+    WITHIN = 0
+    PROMPT = 1
+    ANSWER = 2
 
 
 # Where a conversation goes on whose next prompt leaves the path before a snapshot, by the place of that snapshot. None:
