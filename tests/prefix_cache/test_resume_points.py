@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 from support.prefix_tree import TreeServer, without_a_server
 
-from benchmarks.agent_trace import TraceConfig, Turn, trace
+from benchmarks.agent_trace import TraceConfig, trace, without_reasoning
 from benchmarks.prefix_simulation import INTERVAL
 from benchmarks.simulated_server import Simulation
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -129,23 +128,10 @@ def test_a_retraction_is_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.component.slots.registry.resumes.probability == counted(PROMPT).probability
 
 
-def changed(turns: Iterable[Turn], *, edits: bool) -> Iterator[Turn]:
-    """Yield the turns of chats whose next prompt leaves out the last answer's reasoning, two thirds of it. With
-    `edits` the last 300 tokens of the last prompt are others, too."""
-    before: dict[tuple[int, int], Turn] = {}
-    for turn in turns:
-        last = before.get((turn.conversation, turn.base))
-        if last is not None:
-            cut = min(turn.cut, last.prompt - 300 * edits)
-            turn = replace(turn, cut=cut, append=turn.append + 300 * edits + last.generate // 3)
-        before[turn.key] = turn
-        yield turn
-
-
-@pytest.mark.parametrize("edits", [False, True])
-def test_chats_that_change_what_they_repeat_hit(monkeypatch: pytest.MonkeyPatch, edits: bool) -> None:
+@pytest.mark.parametrize("edited", [0, 300])
+def test_chats_that_change_what_they_repeat_hit(monkeypatch: pytest.MonkeyPatch, edited: int) -> None:
     lengths = TraceConfig(240, 80, turns=(3, 12), tokens=(2_000, 30_000), generate=(200, 2_000))
-    turns = list(changed(trace(lengths), edits=edits))
+    turns = list(without_reasoning(trace(lengths), edited))
 
     def hits() -> float:
         simulation = Simulation(500_000 // BLOCK, 500_000 // 2048, INTERVAL)
