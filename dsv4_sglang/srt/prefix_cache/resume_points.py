@@ -9,7 +9,7 @@ from enum import IntEnum
 # `benchmarks/prefix_simulation.py` hits 98.1 % with 1/16, 97.4 % with 1/4, 97.7 % with 1/64.
 SUPERSEDED = 1 / 16
 
-# Resumes over which the probabilities are averaged (exponentially), and the number that they begin with.
+# Requests over which the probabilities are averaged (exponentially), and the number that they begin with.
 MEMORY = 64
 FIRST = 16
 
@@ -30,8 +30,8 @@ class ResumePoint(IntEnum):
     ANSWER = 2
 
 
-# Where a conversation goes on whose next prompt leaves the path before a snapshot, by the place of that snapshot. None:
-# the prompt may be one of another conversation.
+# Where a conversation goes on whose next prompt leaves the path before a snapshot, by the place of that snapshot. A
+# prompt that leaves it before another may begin a conversation of its own.
 BEFORE = {ResumePoint.PROMPT: ResumePoint.WITHIN, ResumePoint.ANSWER: ResumePoint.PROMPT}
 
 
