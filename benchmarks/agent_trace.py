@@ -229,6 +229,23 @@ def growing(
             yield number, last
 
 
+def without_reasoning(turns: Iterable[Turn], edited: int = 0) -> Iterator[Turn]:
+    """Yield the turns of chats whose next prompt leaves out the reasoning of the last answer, two thirds of it.
+
+    Args:
+        turns: turns of conversations that repeat their answers.
+        edited: tokens at the end of the last prompt that the next one replaces, too.
+    """
+    before: dict[tuple[int, int], Turn] = {}
+    for turn in turns:
+        last = before.get((turn.conversation, turn.base))
+        if last is not None:
+            cut = min(turn.cut, last.prompt - edited)
+            turn = replace(turn, cut=cut, append=turn.append + edited + last.generate // 3)
+        before[turn.key] = turn
+        yield turn
+
+
 class Ideal:
     """Hits of an infinite cache, in tokens.
 

@@ -5,7 +5,8 @@
 
 Studies: `loop` (conversations visited in turn), `interval` (of snapshots in long prefills), `share` (of snapshots in
 memory), `memory` (and active conversations; half an hour, left out by --quick), `loads` (those of `prefix_trace`),
-`hints` (of agents with pauses for tools), `trace` (a trace file of `benchmarks.trace`).
+`hints` (of agents with pauses for tools), `chats` (that repeat their answers, or leave out the reasoning), `trace` (a
+trace file of `benchmarks.trace`). The last two have rows that do not learn where conversations go on.
 
 In `trace`, `live` is the file's live tokens over the tokens that the blocks hold, `optimal` the hit rate of an optimal
 cache of these blocks, and `lost` what was computed again for lack of a snapshot. Rows with `slots` unlimited lose only
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command_line, report
-from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
+from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace, without_reasoning
 from benchmarks.simulated_agents import KINDS, SimulatedAgents
 from benchmarks.simulated_server import CONCURRENCY, Simulation
 from benchmarks.tool_pauses import Load, agent_lengths
@@ -31,6 +32,7 @@ from benchmarks.trace_file import load as read
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE as SERVED_SHARE
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+from dsv4_sglang.srt.prefix_cache.resume_points import ResumeEstimate, ResumePoint
 
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
@@ -61,12 +63,20 @@ class LeastRecentlyUsed(EvictionPolicy):
         return super().lowest_value(needed=True, saves=saves)
 
 
+class AnswersRepeated(ResumeEstimate):
+    """Baseline: all conversations go on at the end of the last answer."""
+
+    def count(self, point: ResumePoint) -> None:
+        pass
+
+
 def simulate(
     turns: Iterable[Turn],
     gigabytes: float,
     share: float = SHARE,
     interval: int = INTERVAL,
     policy: type[EvictionPolicy] = EvictionPolicy,
+    resumes: type[ResumeEstimate] = ResumeEstimate,
 ) -> dict[str, float]:
     """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
 
@@ -76,10 +86,12 @@ def simulate(
         share: share of the memory for snapshots; the rest holds blocks.
         interval: tokens between the snapshots of long prefills.
         policy: eviction policy.
+        resumes: estimate of where conversations go on.
     """
     memory = gigabytes * 1e9
     blocks, snapshots = int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES)
     simulation = Simulation(blocks, snapshots, interval, policy=policy)
+    simulation.tree.registry.resumes = resumes()
     begin = time.perf_counter()
     simulation.run(turns)
     took = time.perf_counter() - begin
@@ -138,6 +150,18 @@ def study_loads() -> Iterator[Row]:
             yield {"active": active, "visits": visits, **row, **expected}
 
 
+def study_chats() -> Iterator[Row]:
+    """Vary the memory of 60 chats with long answers, some of which leave out the reasoning of earlier turns."""
+    config = TraceConfig(160, 60, turns=(10, 40), tokens=(10_000, 120_000), generate=(200, 2_000))
+    repeating = list(trace(config))
+    leaving = list(without_reasoning(repeating))
+    mixed = [(a if a.conversation % 2 else b) for a, b in zip(repeating, leaving, strict=True)]
+    loads = {"all": repeating, "half": mixed, "none": leaving}
+    for (repeated, turns), gigabytes, resumes in product(loads.items(), (2, 4, 8), (ResumeEstimate, AnswersRepeated)):
+        row = simulate(turns, gigabytes, SERVED_SHARE, resumes=resumes)
+        yield {"active": config.active, "repeated": repeated, "learns": resumes is ResumeEstimate, **row}
+
+
 def study_trace(requests: Sequence[Request]) -> Iterator[Row]:
     """Vary the memory and the share of snapshots under the requests of a trace file.
 
@@ -147,10 +171,13 @@ def study_trace(requests: Sequence[Request]) -> Iterator[Row]:
     live, ideal = live_tokens(requests), sum(perfect_hits(requests))
     for factor in LIVE:
         memory = live / factor / BLOCK * BLOCK_BYTES / (1 - SERVED_SHARE)
-        for share in (SERVED_SHARE, 2 * SERVED_SHARE, None):
+        cases = (SERVED_SHARE, True), (SERVED_SHARE, False), (2 * SERVED_SHARE, True), (None, True)
+        for share, learns in cases:
             blocks = int(memory * (1 - (share or SERVED_SHARE)) / BLOCK_BYTES)
             slots = UNLIMITED if share is None else max(2 * CONCURRENCY, int(memory * share / SNAPSHOT_BYTES))
             simulation = Simulation(blocks, slots, INTERVAL)
+            if not learns:
+                simulation.tree.registry.resumes = AnswersRepeated()
             simulation.replay(requests)
             yield {
                 "requests": len(requests),
@@ -158,6 +185,7 @@ def study_trace(requests: Sequence[Request]) -> Iterator[Row]:
                 "gigabytes": round(memory / 1e9, 3),
                 "share": share,
                 "slots": "unlimited" if share is None else slots,
+                "learns": learns,
                 "hit": round(simulation.hit_tokens / ideal, 4),
                 "optimal": round(sum(perfect_hits(requests, blocks * BLOCK)) / ideal, 4),
                 "lost": round(simulation.lost_tokens / ideal, 4),
@@ -229,6 +257,7 @@ STUDIES: dict[str, Callable[[], Iterator[Row]]] = {
     "memory": study_memory,
     "loads": study_loads,
     "hints": study_hints,
+    "chats": study_chats,
 }
 
 
@@ -259,6 +288,8 @@ def main(argv: list[str] | None = None) -> int:
         "slots",
         "interval",
         "policy",
+        "repeated",
+        "learns",
         "seconds",
         "seed",
         "hints",

@@ -78,7 +78,18 @@ class PrefixTree:
         self.lock(match.node)
         if match.node.snapshot:
             self.registry.use(match.node.snapshot)
-        self.registry.ghost_hit(keys[match.resume :][::-1].tolist())
+        recomputes = self.registry.ghost_hit(keys[match.resume :][::-1].tolist()) > 0
+        self.registry.resumed(match.node.snapshot, self._snapshots_left(match, keys), recomputes=recomputes)
+
+    def _snapshots_left(self, match: Match, keys: np.ndarray) -> list[int] | None:
+        """Return the next snapshots after the place where a request leaves the cached path, or None if it resumes
+        there."""
+        if match.cached == match.resume:
+            return None
+        node = match.node
+        while node.end < match.cached:
+            node = node.children[int(keys[node.end])]
+        return [node.snapshot] if node.end > match.cached and node.snapshot else self._snapshots_below(node)
 
     def lock(self, node: Node) -> None:
         if node.snapshot:
@@ -182,8 +193,9 @@ class PrefixTree:
             (length in blocks, slot) of those that got a slot, in ascending order.
         """
         taken = []
-        for length, needed in sorted(due, key=lambda d: not d.needed):
+        for length, needed, point in sorted(due, key=lambda d: not d.needed):
             if slot := self.take_snapshot(needed=needed, saves=interval):
+                self.registry.set_point(slot, point)
                 taken.append((length // BLOCK, slot))
         return sorted(taken)
 

@@ -17,6 +17,7 @@ from dsv4_sglang.srt.prefix_cache.hint_weights import Hint
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.resume_points import ResumePoint
 
 CONCURRENCY = 16
 # Blocks of a hash id of a trace file.
@@ -148,7 +149,11 @@ class Simulation:
             tree.lock(node)
             tree.unlock(match.node)
         grid = range(prompt_tokens // BLOCK * BLOCK + BLOCK, end, BLOCK)
-        kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
+        kept = [
+            Due(length, True, ResumePoint.ANSWER)
+            for length in grid
+            if is_kept(length, self.interval) or length == grid[-1]
+        ]
         self.running.append(Running(key, keys, blocks, node, tree.take_due(kept, self.interval)))
 
     def finish(self, key: tuple[int, int]) -> None:

@@ -228,9 +228,9 @@ def test_study_of_a_trace_file(tmp_path: Path) -> None:
     assert prefix_simulation.main(given) == 0
     made = json.loads((tmp_path / "prefix_simulation.json").read_text())
     assert not made["failures"]
-    rows = {(row["live"], row["slots"] == "unlimited", row["share"]): row for row in made["rows"]}
-    assert len(rows) == 4 * 3
-    hits = [rows[live, True, None]["hit"] for live in prefix_simulation.LIVE]
+    rows = {(row["live"], row["share"], row["learns"]): row for row in made["rows"]}
+    assert len(rows) == 4 * 4
+    hits = [rows[live, None, True]["hit"] for live in prefix_simulation.LIVE]
     assert hits == sorted(hits, reverse=True) and hits[0] > 0.8
     assert all(row["hit"] <= row["optimal"] for row in made["rows"])
 

@@ -12,6 +12,8 @@ from statistics import fmean
 
 import pytest
 
+from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
@@ -239,7 +241,7 @@ def test_figures_of_a_shared_host_cache() -> None:
         for at in ("shm", "file", "cold")
     }
     text = RESULTS.read_text()
-    assert f"{memory['value'] / 1e6:.2f} M tokens per GB,\nwith a copy each half" in text
+    assert f"{memory['value'] / 1e6:.2f} M tokens per GB, half with a copy each" in text
     assert round(memory["copies"], 2) == 1
     assert (
         "| first token after a restart, 3,000 tokens, p50 | {shm:.2f} s | {file:.2f} s | {cold:.1f} s |".format(
@@ -247,6 +249,19 @@ def test_figures_of_a_shared_host_cache() -> None:
         )
         in text
     )
+
+
+def test_figures_of_simulated_resume_points() -> None:
+    rows = rows_of("prefix_simulation_trace")
+    served = [row for row in rows if row["share"] == SNAPSHOT_SHARE]
+    text = RESULTS.read_text()
+    for label, case in (
+        ("chats without earlier reasoning, 4 GB", {"repeated": "none", "gigabytes": 4}),
+        ("Mooncake's trace, 2 times its live tokens", {"part": "trace", "live": 0.5}),
+        ("the same, half of them", {"part": "trace", "live": 2}),
+    ):
+        found = {row["learns"]: row["hit"] for row in served if case.items() <= row.items()}
+        assert f"| {label} | {100 * found[True]:.1f} | {100 * found[False]:.1f} |" in text
 
 
 def test_figures_of_agents_with_hints() -> None:

@@ -38,6 +38,7 @@ from dsv4_sglang.srt.prefix_cache.component import component_of
 from dsv4_sglang.srt.prefix_cache.hints import hints_of
 from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due
+from dsv4_sglang.srt.prefix_cache.resume_points import ResumePoint
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
 from support.eviction_scan import check_next_leaf, check_next_slot, check_shares, check_sizes
@@ -429,7 +430,7 @@ class TreeServer(BlockOwner):
 
     def press(self, blocks: int, snapshots: int) -> None:
         self._make_room(min(blocks, self.blocks))
-        due = Due(BLOCK, True)
+        due = Due(BLOCK, True, ResumePoint.PROMPT)
         taken = [slot for slot in [self.component.planner._take(due) for _ in range(snapshots)] if slot]
         self.component.slots.give_back(taken)
 

@@ -18,7 +18,7 @@ from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.request_snapshots import SnapshotPlanner
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
-from dsv4_sglang.srt.prefix_cache.tree_paths import ghost_hash, snapshot_above, snapshots_below
+from dsv4_sglang.srt.prefix_cache.tree_paths import branch_node, ghost_hash, snapshot_above, snapshots_below
 from dsv4_sglang.srt.sglang.tree import evict_from_device
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class SnapshotComponent(MambaComponent):
         since_use = None if slot is None else registry.use(slot)
         recomputed = path_hashes(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)[resumed // BLOCK :]
         since_eviction = registry.ghost_hit(recomputed[::-1].tolist())
+        if not len(req.output_ids):  # it was not retracted
+            left = branch_node(self.tree_core, req)
+            below = None if left is None else snapshots_below(self.slots, left)
+            registry.resumed(slot or 0, below, recomputes=since_eviction > 0)
         self.metrics.admitted(req, resumed, self.hits(req, resumed), since_use, since_eviction)
 
     def hits(self, req: Req, resumed: int) -> dict[str, int]:

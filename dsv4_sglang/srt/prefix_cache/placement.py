@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix_cache.resume_points import ResumePoint
 
 
 class Due(NamedTuple):
-    """A snapshot to take at `length` tokens.
+    """A snapshot to take at `length` tokens, where `point` is in its turn.
 
     `needed`: a known use exists (the end of a prompt, or a branch point). Other snapshots serve possible later
     branches, and are taken only if a slot is free or can be taken from a less valuable snapshot.
@@ -16,6 +17,7 @@ class Due(NamedTuple):
 
     length: int
     needed: bool
+    point: ResumePoint
 
 
 def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: int) -> list[Due]:
@@ -39,10 +41,11 @@ def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: 
             none. No effect at `begin` or before.
     """
     least = -(-begin // BLOCK) * BLOCK + BLOCK
-    lengths = {length: Due(length, False) for length in range(-(-least // interval) * interval, end + 1, interval)}
-    for needed in (prompt, prompt - 1, branch):
+    regular = range(-(-least // interval) * interval, end + 1, interval)
+    lengths = {length: Due(length, False, ResumePoint.WITHIN) for length in regular}
+    for needed, point in (branch, ResumePoint.WITHIN), (prompt - 1, ResumePoint.PROMPT), (prompt, ResumePoint.PROMPT):
         length = needed // BLOCK * BLOCK
-        lengths[length] = Due(length, True)
+        lengths[length] = Due(length, True, point)
     return sorted(due for due in lengths.values() if least <= due.length <= end)
 
 

@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.eviction_order import TIE, Entry, EvictionOrder
+from dsv4_sglang.srt.prefix_cache.resume_points import ResumePoint
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
-
-# Factor on the probability of reuse if a later snapshot exists on the same branch. A conversation normally resumes from
-# its end; only an edited or repeated turn resumes from an earlier snapshot. `benchmarks/prefix_simulation.py` hits
-# 98.1 % with 1/16, 97.4 % with 1/4, 97.7 % with 1/64.
-SUPERSEDED = 1 / 16
 
 # Most snapshots that a search for the next evictions returns for slots, and for blocks. All of a larger margin would
 # take milliseconds to find, and one scheduler iteration saves fewer.
@@ -32,7 +28,7 @@ class EvictionPolicy:
     """Value of the snapshots of a registry. The snapshot with the lowest value is evicted:
 
         value          = recompute_cost x probability of reuse x weight
-        recompute_cost = (length - length of `previous`) x (SUPERSEDED if a later snapshot is on the branch, else 1)
+        recompute_cost = (length - length of `previous`) x probability that it is needed (`SnapshotRegistry.needed`)
         probability    ~ 1 / reuse_interval
         reuse_interval = max(age, interval of the branch, or the mean interval while the branch was never reused)
 
@@ -66,17 +62,18 @@ class EvictionPolicy:
         """Return the element of `recompute_cost` for one snapshot."""
         registry = self.registry
         saved = float(registry.length[number] - registry.length[registry.previous[number]])
-        return saved * (SUPERSEDED if registry.superseded(number) else 1.0)
+        return saved * float(registry.needed[number])
 
     def _entry(self, number: int, cost: float) -> Entry:
         weight = float(self.registry.hints.weight[number])
         return Entry(int(self.registry.last[number]), self._interval(number), max(cost, 1e-9) * weight)
 
     def recompute_cost(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
-        """Return the tokens to recompute without each of the snapshots `at`, times SUPERSEDED where that applies."""
+        """Return the tokens to recompute without each of the snapshots `at`, times the probability that it is
+        needed."""
         registry = self.registry
         saved = np.subtract(registry.length[at], registry.length[registry.previous[at]], dtype=np.float64)
-        saved *= np.where(registry.followers[at] == 1, SUPERSEDED, 1.0)
+        saved *= registry.needed[at]
         return saved
 
     def reuse_interval(self, at: slice | np.ndarray = EVERY) -> np.ndarray:
@@ -158,12 +155,13 @@ class EvictionPolicy:
 
         Args:
             needed: the new snapshot will be used for certain. If False, return 0 unless some snapshot is worth less
-                than the new one, which is assumed to be superseded.
+                than the new one, which is assumed to lie within a prompt.
             saves: recompute cost of the new snapshot in tokens.
         """
         mean_interval = self.registry.reuse.mean_interval
         slot, score = self._for_slots.first(self.registry.now, mean_interval)
-        least = 0.0 if needed else max(mean_interval, 1.0) / max(saves * SUPERSEDED, 1e-9)
+        within = self.registry.resumes.needed(ResumePoint.WITHIN, ResumePoint.PROMPT)
+        least = 0.0 if needed else max(mean_interval, 1.0) / max(saves * within, 1e-9)
         return slot if score > least else 0
 
     def next_evicted(self, tokens: int, slots: int, most: int = CANDIDATES) -> list[int]:

@@ -13,13 +13,14 @@ conversation. Its end is the snapshot that has no follower.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from dsv4_sglang.srt.prefix_cache.hint_weights import Hint, HintWeights
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent, HostCopies
 from dsv4_sglang.srt.prefix_cache.policy import EvictionPolicy
+from dsv4_sglang.srt.prefix_cache.resume_points import BEFORE, ResumeEstimate, ResumePoint
 from dsv4_sglang.srt.prefix_cache.reuse import ReuseEstimate
 from dsv4_sglang.srt.prefix_cache.tenants import DEVICE, HOST, Tenants
 
@@ -62,6 +63,12 @@ class SnapshotRegistry:
         self.interval = np.zeros(size, dtype=np.float64)
         # The number denotes a snapshot.
         self.in_registry = np.zeros(size, dtype=bool)
+        # Its `ResumePoint` (`set_point`). Those of a storage are not known and count as ends of prompts.
+        self.point = np.full(size, ResumePoint.PROMPT, dtype=np.int8)
+        # The newest snapshot after this end of a prompt was the end of the answer.
+        self.answered = np.zeros(size, dtype=bool)
+        # Probability that a request needs it to go on with its conversation, when its neighbours last changed.
+        self.needed = np.ones(size, dtype=np.float64)
         # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
         # The next snapshot on the path to the root, or 0.
@@ -72,11 +79,16 @@ class SnapshotRegistry:
         self.hints = HintWeights(size, REMEMBERED * size)
         self.tenants = tenants or Tenants()
         self.reuse = ReuseEstimate(REMEMBERED * size)
+        self.resumes = ResumeEstimate()
         self.policy = policy(self)
 
     def tick(self) -> None:
         self.now += 1
         self.changes += 1
+
+    def set_point(self, slot: int, point: ResumePoint) -> None:
+        """Note which resume point a step writes to an unused slot, before `add`."""
+        self.point[slot] = point
 
     def add(self, slot: int, length: int, previous: int, following: Iterable[int] = (), *, tenant: str = "") -> None:
         """Add a snapshot to the forest.
@@ -106,6 +118,10 @@ class SnapshotRegistry:
             self._count(number, -self._tokens_of(slot), 0)
         self.followers[slot] = len(following)
         self.followers[previous] += 1 - len(following)
+        self.answered[slot] = False
+        self.answered[previous] = self.point[slot] == ResumePoint.ANSWER and self.point[previous] == ResumePoint.PROMPT
+        self._weigh(slot, following)
+        self._weigh(previous, [slot])
         self.policy.changed(slot, previous, *following)
 
     def remove(self, slot: int, path_hash: int = 0) -> None:
@@ -133,6 +149,7 @@ class SnapshotRegistry:
         self.previous[following] = previous
         self.followers[previous] += len(following) - 1
         self._forget(slot)
+        self._weigh(previous, following)
         self.policy.changed(previous, *following)
 
     def count_tenants(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -151,8 +168,19 @@ class SnapshotRegistry:
         """Add tokens and snapshots to what the tenant of a snapshot holds."""
         self.tenants.count(self._place(number), number, tokens, snapshots)
 
+    def _weigh(self, slot: int, following: Sequence[int]) -> None:
+        """Update `needed` of a snapshot after a change of its followers. `following`: some of them."""
+        if self.followers[slot] > 1:  # a fork
+            self.needed[slot] = 1.0
+        elif not self.followers[slot]:
+            self.needed[slot] = self.resumes.needed(self.point[slot])
+        else:
+            after = next(iter(following or self.following(slot)))
+            self.needed[slot] = self.resumes.needed(self.point[slot], self.point[after])
+
     def _forget(self, slot: int) -> None:
         self.in_registry[slot] = False
+        self.point[slot] = ResumePoint.PROMPT
         self.followers[slot] = 0
         self.copies.forget(slot)
         self.hints.drop(slot)
@@ -172,7 +200,8 @@ class SnapshotRegistry:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not in the registry, locked, or taken")
         self.changes += 1
         self.previous[list(self.following(slot))] = to
-        for column in (self.length, self.last, self.interval, self.previous, self.followers):
+        history = self.length, self.last, self.interval, self.point, self.answered, self.needed
+        for column in (*history, self.previous, self.followers):
             column[to] = column[slot]
         self.locks[to] = 0
         self.hints.move(slot, to)
@@ -201,6 +230,28 @@ class SnapshotRegistry:
         self.last[slot] = self.now
         self.policy.changed(slot)
         return since
+
+    def resumed(self, slot: int, below: Sequence[int] | None, *, recomputes: bool) -> None:
+        """Count at which resume point a request goes on with a conversation, if that is known.
+
+        Args:
+            slot: the snapshot from which it resumes, or 0.
+            below: the next snapshots after the place where it leaves the cached path; None if that is at `slot`.
+            recomputes: it recomputes an evicted branch (`ghost_hit`).
+        """
+        if below:
+            after = below[0]
+            of_last_turn = len(below) == 1 and (self.ends_branch(after) or self.answered[after])
+            if of_last_turn and self.point[after] in BEFORE:
+                self.resumes.count(BEFORE[self.point[after]])
+        elif slot and self.followers[slot] <= 1:  # which conversation of a fork goes on is not known
+            ends = self.ends_branch(slot)
+            if self.answered[slot] and (ends or below is None):
+                # The blocks of the answer, or a memory of them, outlive its snapshot.
+                repeats = below is not None or recomputes
+                self.resumes.count(ResumePoint.ANSWER if repeats else ResumePoint.PROMPT)
+            elif self.point[slot] == ResumePoint.ANSWER and ends:
+                self.resumes.count(ResumePoint.ANSWER)
 
     def hint(self, slot: int, hint: Hint, until: float | None = None) -> bool:
         """Give a snapshot a hint until a time in seconds (`HintWeights.give`). Return False if it is not trusted."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.notes import Pending, RequestNote
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix_cache.resume_points import ResumePoint
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -58,7 +59,7 @@ class SnapshotPlanner:
         pending = RequestNote.of(req).pending
         if pending is None:
             return 0
-        slot = self._take(Due(length, True))
+        slot = self._take(Due(length, True, ResumePoint.ANSWER))
         if slot:
             self.component.metrics.copied_snapshots(1, timed=False)
             pending.append(Pending(length, slot, rolling=True))
@@ -106,6 +107,7 @@ class SnapshotPlanner:
         return self.plan_decode(req, length) if begin < length <= begin + draft_tokens else 0
 
     def _take(self, due: Due) -> int:
-        slot = self.component.allocate_slot(needed=due.needed)
+        if slot := self.component.allocate_slot(needed=due.needed):
+            self.component.slots.registry.set_point(slot, due.point)
         self.component.metrics.add("snapshots_taken", slot > 0)
         return slot

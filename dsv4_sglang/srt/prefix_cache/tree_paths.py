@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 
@@ -36,6 +39,20 @@ def snapshots_below(slots: SnapshotSlots, node: UnifiedTreeNode) -> list[int]:
         else:
             stack.extend(below.children.values())
     return numbers
+
+
+def branch_node(core: Any, req: Req) -> UnifiedTreeNode | None:
+    """Return the node at whose end a request leaves the cached path, if that is after the snapshot from which it
+    resumes. SGLang's match has split the path there."""
+    length, end = req.prefix_len, req.mamba_branching_seqlen or 0
+    if end <= length:
+        return None
+    key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
+    key, _ = key.maybe_to_bigram_view(core.is_eagle)
+    node = core.node_by_id(req.last_node)
+    while length < end and (node := node.children.get(key.child_key_at(length, BLOCK))) is not None:
+        length += len(node.key)
+    return node
 
 
 def ghost_hash(slots: SnapshotSlots, node: UnifiedTreeNode, number: int) -> int:
