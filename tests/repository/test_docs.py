@@ -258,7 +258,6 @@ def test_figures_of_simulated_resume_points() -> None:
     for label, case in (
         ("chats without earlier reasoning, 4 GB", {"repeated": "none", "gigabytes": 4}),
         ("Mooncake's trace, 2 times its live tokens", {"part": "trace", "live": 0.5}),
-        ("the same, half of them", {"part": "trace", "live": 2}),
     ):
         found = {row["learns"]: row["hit"] for row in served if case.items() <= row.items()}
         assert f"| {label} | {100 * found[True]:.1f} | {100 * found[False]:.1f} |" in text
