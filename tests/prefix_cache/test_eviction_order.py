@@ -286,8 +286,8 @@ def test_an_eviction_does_not_visit_all_leaves(server: TreeServer, monkeypatch: 
 
 
 def test_spared_leaf_keeps_its_place(server: TreeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang declines a leaf if the host lacks room for what must be saved. The next ones are evicted, each once. Leaves
-    that this lays bare may come before it."""
+    """SGLang declines a leaf if the host lacks room for what must be saved. The next ones are evicted, each once, and
+    only leaves that this lays bare may come before it then."""
     core, asked, trackers = server.cache.tree_core, [], []
     leaves, evict = core.evictable_device_leaves, server.cache._evict_device_leaf
 
