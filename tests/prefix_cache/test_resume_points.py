@@ -1,4 +1,4 @@
-"""Tests of where conversations go on: at the end of an answer, at the end of a prompt, or before it."""
+"""Tests of the estimate of resume points, and of its effect on the value of snapshots."""
 
 from __future__ import annotations
 
@@ -119,12 +119,17 @@ def test_a_retraction_is_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_server(monkeypatch)
     server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     server.component.slots.registry.resumes = counted(PROMPT)
-    request = server.admit([1, 2, 3], 1)
+    request = server.admit([1, 2, 3], 0)
     assert request is not None
     server.prefill_all(request)
     for _ in range(3):
         server.decode(request, 50)
     server.retract(request)
+    again = server.admit([1, 2, 3, 50, 50, 50], 5)
+    assert again is not None and len(again.prefix_indices) == 6 * BLOCK
+    # The tokens that it has generated are no part of its prompt.
+    again.origin_input_ids, again.output_ids = again.origin_input_ids[:-BLOCK], again.origin_input_ids[-BLOCK:]
+    server.prefill_all(again)
     assert server.component.slots.registry.resumes.probability == counted(PROMPT).probability
 
 

@@ -1,4 +1,5 @@
-"""Where in their last turn conversations go on: at the end of its answer, at the end of its prompt, or before that."""
+"""Estimate of the point from which the next prompt of a conversation resumes: end of an answer, end of a prompt, or an
+earlier position."""
 
 from __future__ import annotations
 
