@@ -30,11 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Numbers of heads that FlashMLA's kernels are compiled for.
 HEAD_COUNTS = (64, MOST_PADDED_HEADS)
-# FlashMLA stores partial results in fp32, 2 KiB for each token and head. A longer prefill is processed in slices of
-# this many (token, head) pairs, so partial results take at most 64 MiB.
-_HEADS_AT_ONCE = 32768
-# Above this number of tokens FlashMLA computes its own schedule: `flashmla_scheduler` processes tokens sequentially.
-_SCHEDULED_TOKENS = 512
+# FlashMLA stores partial results in fp32, 2 KiB for each token and head. Longer steps are processed in slices of this
+# many (token, head) pairs, whose outputs are joined, so partial results take at most 128 MiB. A verify step of 256
+# requests with 3 drafts is one slice.
+_HEADS_AT_ONCE = 65536
 
 
 @functools.cache
@@ -129,7 +128,7 @@ def scheduler_config(device: torch.device, heads: int) -> SchedulerConfig | None
     sink, nowhere = torch.zeros(heads, device=device), torch.zeros(1, device=device)
     # Fewer tokens than parts, about as many, and more, all in one slice (`_HEADS_AT_ONCE`). Empty lists, and lists that
     # are split over many parts.
-    for tokens in (1, 4, 60, 240):
+    for tokens in (1, 4, 60, 500):
         at = torch.arange(tokens, dtype=torch.int32, device=device)
         window = EntryList(table, at.new_zeros(tokens, 128), 37 * at % 129)
         lens = torch.where(at % 3 == 0, 2048 - at, at % 70)
@@ -196,7 +195,7 @@ class FlashMLAAttention(FlashMLAKernel):
         key = heads, *(x and (x.topk_length.data_ptr(), x.table.shape[1], *x.indices.shape) for x in lists)
         if key not in self._schedules:
             made: tuple[Tensor, ...] = ()
-            if self._scheduler_config is not None and window.topk_length.shape[0] <= _SCHEDULED_TOKENS:
+            if self._scheduler_config is not None:
                 found = window.topk_length, entries and entries.topk_length
                 made = flashmla_scheduler.build(*found, *self._scheduler_config)
             self._schedules[key] = FlashMLASchedMeta(False, None, *made)

@@ -427,7 +427,7 @@ def test_sparse_decode(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
-@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("tokens", [1, 4, 40, 300])
 def test_schedule(tokens, parts, overhead):
     """The parts read every block of every token once and in order, and each stays within FlashMLA's budget.
 
