@@ -3,7 +3,7 @@
 | attention kernel | what runs | steps | window format |
 | --- | --- | --- | --- |
 | `sparse_prefill.SparsePrefillAttention` | FlashMLA's sparse bf16 kernel, on gathered entries | prefill | not fp32 |
-| `sparse_decode.SparseDecodeAttention` | the same kernel, on decoded lists | decode of many tokens | mxfp8 |
+| `sparse_decode.SparseDecodeAttention` | the same kernel, on decoded lists | decode | mxfp8 |
 | `flashmla.FlashMLAAttention` | FlashMLA's FP8 decode kernel, on the KV buffers in place | any | fp8 |
 | `PortableAttention` | the op `attend`: Triton on CUDA, `ops.reference.read` on a CPU | any | all |
 """

@@ -1,10 +1,10 @@
-"""`attend` of a decode or verify step with many tokens through FlashMLA's sparse bf16 kernel, for V4.1 (SPEC 11.6).
+"""`attend` of a decode or verify step through FlashMLA's sparse bf16 kernel, for V4.1 (SPEC 11.6).
 
 FlashMLA's decode kernels do not read V4.1's formats on sm_90. Here the listed entries of each token are decoded to a
 bf16 buffer, where they are consecutive, and the sparse kernel reads that buffer (entries of all formats are exact in
 bf16). Selected entries are decoded when a layer selects them, and stay for the layers that reuse the selection. Window
-entries are decoded in each layer. With few tokens the kernel does not fill the GPU, because it does not split lists;
-such steps read the KV buffers in place.
+entries are decoded in each layer. The kernel does not split lists, so few tokens do not fill the GPU. Even so a step of
+one token is not slower than with the Triton kernel, which reads the KV buffers in place and decodes in every layer.
 
 Bytes per token: 528 read and 1024 written per window entry and layer, 288 read and 1024 written per selected entry and
 selecting layer, 1024 read per entry and layer.
@@ -25,8 +25,6 @@ from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
-# Fewest tokens of a step: a quarter of the thread blocks that an H200 runs at once.
-MIN_TOKENS = 32
 _ENTRIES_PER_PROGRAM = 16
 
 
@@ -78,7 +76,7 @@ def _number_kernel(
 
 
 class SparseDecodeAttention(FlashMLAKernel):
-    """Attention of one decode or verify step of at least `MIN_TOKENS` tokens.
+    """Attention of one decode or verify step.
 
     The buffers of a step are allocated when it begins, in the graph's own memory if it is recorded.
 
@@ -94,11 +92,11 @@ class SparseDecodeAttention(FlashMLAKernel):
         self._lists: dict[bool, tuple[Tensor, Tensor]] = {}
 
     def begin_step(self, step: StepMetadata, most_blocks: int | None) -> bool:
-        """Allocate the buffer. Return False for a prefill step, and for few or very many tokens."""
+        """Allocate the buffer. Return False for a prefill step, and for very many tokens."""
         self.free_scratch()
         tokens, window = step.window_indices.shape
         total = tokens * (window + self._top_k)
-        if not step.is_decode or tokens < MIN_TOKENS or total > MAX_GATHERED:
+        if not step.is_decode or total > MAX_GATHERED:
             return False
         self._table = torch.empty(total, ENTRY_DIM, dtype=torch.bfloat16, device=step.positions.device)
         return True

@@ -402,13 +402,12 @@ def test_entries_of_a_buffer_are_gathered_once_a_step():
 
 
 @pytest.mark.usefixtures("sparse_attention")
-def test_sparse_decode(monkeypatch):
+def test_sparse_decode():
     """The whole attention kernel equals the reference. A layer that reuses the selection decodes its window only, and a
     layer with a window only does not disturb it."""
     case = attend_case(tokens=9, heads=64, width=72, per_block=64, **BLOCK_SCALED)
     kernel = sparse_decode.SparseDecodeAttention(72)
     step = SimpleNamespace(window_indices=case.window_indices, positions=case.positions, is_decode=True)
-    monkeypatch.setattr(sparse_decode, "MIN_TOKENS", 9)
     assert kernel.begin_step(step, None)
     q, inputs = case.inputs()
     assert_attends(kernel.attend(q, inputs._replace(selects=True)).values, case, BOUND[torch.bfloat16])

@@ -1,7 +1,8 @@
-"""The extension with the CUDA ops for all tests of this folder."""
+"""The CUDA ops for all tests of this folder."""
 
 import pytest
 
+import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.ops import extension
 
 

@@ -13,7 +13,6 @@ from support.candidate_cases import CandidateCase, candidate_case, long_case
 from support.kernel_cases import ops, recorded
 from support.prepared_queries import of_halves, uses_images
 
-import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.attention import triton_attend
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops import cuda_index

@@ -13,8 +13,6 @@ from support.rounds import take_turns
 from support.server import RETRACTABLE, Server, assert_as_cold, assert_sound, distances, prompt, running
 from support.v41_gpu import NEAR, NEAR_FP8, assert_lost_windows_are_detected, assert_near, fp8_checkpoint
 
-from dsv4_sglang.attention.sparse_decode import MIN_TOKENS
-
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark.usefixtures("plugin")]
 
 # The indexer selects every visible entry.
@@ -47,8 +45,8 @@ def test_decode_graphs_of_every_size(server: Server, oracle: OracleV41) -> None:
 
 
 def test_prefill_graphs_and_many_requests(model: Path, oracle: OracleV41, tmp_path: Path) -> None:
-    """Recorded prefill steps, the default: prompts alone, several at once, and after a hit. Then so many requests that
-    decode steps read decoded entries (`sparse_decode.MIN_TOKENS`)."""
+    """Recorded prefill steps, the default: prompts alone, several at once, and after a hit. Then decode
+    steps of many requests."""
     flags = ["48" if flag == "16" else flag for flag in RECORDED]
     with running(model, tmp_path / "log", *flags, **OPTIONS | {"max_snapshots": 128}) as server:
         mark, prompts = len(server.log_text()), [prompt(n, seed=n) for n in (40, 200, 250, 90, 129)]
@@ -60,7 +58,7 @@ def test_prefill_graphs_and_many_requests(model: Path, oracle: OracleV41, tmp_pa
         mark, prompts = len(server.log_text()), [prompt(20 + i, seed=i) for i in range(44)]
         asked += list(zip(prompts, server.generate_all(prompts, GENERATED)))
         steps = re.findall(r"Decode batch.*#running-req: (\d+).*cuda graph: True", server.log_text()[mark:])
-        assert max(map(int, steps)) >= MIN_TOKENS, steps
+        assert max(map(int, steps)) >= 32, steps
     assert_near(oracle, asked)
 
 
