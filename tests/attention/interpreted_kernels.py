@@ -84,7 +84,7 @@ def test_attend_shapes(formats, splits, shape):
 
 
 @pytest.mark.parametrize("formats", [{}, BLOCK_SCALED], ids=["fp8", "block-scaled"])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_attend_to_lists_that_tokens_share(splits, formats):
     """The output equals, bit for bit, that with a copy of the list for each token."""
     case = attend_case(tokens=9, heads=5, width=72, shared=2, **formats)
@@ -292,9 +292,11 @@ def test_decode_metadata(tracks, ring_rows, each, before, sees_block, limits):
         assert torch.equal(tensor, other), name
 
 
-@pytest.mark.parametrize("tokens", [400, 257])
+@pytest.mark.parametrize("tokens", [400, pytest.param(257, marks=pytest.mark.full)])
 @pytest.mark.parametrize("chunks", [[257], [1, 130, 60, 66], []])
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    "limits", [LIMITS[0], *(pytest.param(limits, marks=pytest.mark.full) for limits in LIMITS[1:])], ids=str
+)
 def test_prefill_metadata(chunks, tokens, limits):
     """Every output of the launch equals PyTorch's.
 

@@ -456,6 +456,7 @@ def test_demo_prints_and_stops(start) -> None:
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

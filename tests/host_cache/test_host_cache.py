@@ -112,7 +112,7 @@ def run_turns(server: HostCacheServer, turns: int, before: Callable[[], None] = 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("bad_transfers", [False, True])
+@pytest.mark.parametrize("bad_transfers", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_steps_read_the_right_bytes(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
     """Also when transfers fail or stall. A request whose load fails computes its prompt or waits."""
     server = HostCacheServer(monkeypatch, seed=1, policy=policy)
@@ -123,6 +123,7 @@ def test_steps_read_the_right_bytes(monkeypatch: pytest.MonkeyPatch, policy: str
     server.check()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hints_disturb_no_step(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """Pins, retained and demoted conversations beside copies that run late."""
@@ -169,6 +170,7 @@ def test_many_operations_with_late_copies(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert done.total() >= 16_667 * TIMES, done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wait", ["start_writing", "start_loading", "the snapshot", "a layer"])
 def test_missing_waits_are_detected(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     """Without one of the waits a step reads wrong bytes within a few seeds.

@@ -311,6 +311,7 @@ def test_end_of_a_fetch_frees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert controller.cancelled_fetches == []
 
 
+@pytest.mark.full
 @ALSO_SHM
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("then", ["others", "flush"])

@@ -168,6 +168,7 @@ def serve_turns(rank: int, turns: int, seed: int) -> Counter[str]:
     return server.done
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_processes_of_a_segment_agree(folder: Path) -> None:
     """Two processes share rows that an earlier pair has left, fetch and flush, and choose the same rows."""

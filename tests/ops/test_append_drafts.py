@@ -271,6 +271,7 @@ def test_requests_continue_from_any_verified_token(device: str, data: st.DataObj
         both.verify(counts, kept, data.draw(st.sampled_from(list(REJECTED))))
 
 
+@pytest.mark.full
 @DEVICES
 @pytest.mark.parametrize("d", range(1, 10))
 @pytest.mark.parametrize("ratio", [0, 4, 128])
@@ -313,7 +314,7 @@ def survives(ratio: int, sizes: StateRows, d: int, monkeypatch: pytest.MonkeyPat
     return True
 
 
-@pytest.mark.parametrize("d", [2, 5, 9])
+@pytest.mark.parametrize("d", [2, *(pytest.param(d, marks=pytest.mark.full) for d in (5, 9))])
 @pytest.mark.parametrize(("ratio", "name"), [(0, "ring"), (4, "current"), (4, "previous"), (128, "hca_state_copies")])
 def test_one_row_less_is_not_enough(ratio: int, name: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = least_rows(d)

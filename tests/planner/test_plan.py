@@ -499,6 +499,7 @@ def test_throughput_holds_the_most_tokens() -> None:
         assert other.total_tokens <= made.total_tokens
 
 
+@pytest.mark.full
 def test_long_contexts_are_counted_as_whole_requests() -> None:
     """On this GPU more ranks hold more tokens, but fewer requests, because a request is on one rank."""
     h200 = choice(PRO, count=8, context_length=1 << 18)
@@ -599,6 +600,7 @@ def test_host_tokens_do_not_depend_on_the_processes() -> None:
         assert int(tokens.replace(",", "")) // 10**5 == 173, tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "tokens", "flags"),
     [

@@ -346,6 +346,7 @@ def test_what_waits_for_its_judgement_is_bounded() -> None:
     assert len(registry.hints._evicted) == len(registry.hints._evicted_ends) == REMEMBERED * registry.size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("multiple", "gain"), [(2, 0.015), (10, 0.07)])
 def test_right_hints_gain_hits_and_no_others_cost_many(multiple: int, gain: float) -> None:
     """Hints that say nothing scatter by 2 to 5 % of the hits in one run, so the bound of their cost is on the mean."""

@@ -133,6 +133,7 @@ def test_a_retraction_is_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.component.slots.registry.resumes.probability == counted(PROMPT).probability
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("edited", [0, 300])
 def test_chats_that_change_what_they_repeat_hit(monkeypatch: pytest.MonkeyPatch, edited: int) -> None:
     lengths = TraceConfig(240, 80, turns=(3, 12), tokens=(2_000, 30_000), generate=(200, 2_000))

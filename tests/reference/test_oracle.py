@@ -31,6 +31,7 @@ def prompt() -> list[int]:
     return torch.randint(3, 384, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
+@pytest.mark.full
 def test_chunks_and_single_tokens_equal_one_forward(oracle: Oracle, prompt: list[int]) -> None:
     whole = oracle.logits(prompt)
     assert (oracle.logits(prompt, chunk=77) - whole).abs().max() < FP32_NOISE

@@ -59,6 +59,7 @@ def test_options_page_has_no_other_options() -> None:
     assert listed == [field.name for field in fields(Options)]
 
 
+@pytest.mark.full
 def test_flags_page_equals_the_flag_table() -> None:
     result = subprocess.run(
         [sys.executable, ROOT / "tools" / "flags_page.py", "--check"], capture_output=True, text=True

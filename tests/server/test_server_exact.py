@@ -33,12 +33,12 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens",
 FLAGS += ("--max-running-requests", "8", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
 FLAGS += ("--schedule-conservativeness", "0.1", *HOST_CACHE)
 OPTIONS = {**FP32, "integrity_check": True}
-LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
+LENGTHS, MORE_LENGTHS = (1, 4, 128, 129, 700), (3, 5, 127, 300)
 GENERATED = 40
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [*LENGTHS, *(pytest.param(n, marks=pytest.mark.full) for n in MORE_LENGTHS)])
 def test_oracle(server: Server, oracle: Oracle, length: int) -> None:
     ids = prompt(length)
     got = server.generate(ids, GENERATED)
@@ -65,14 +65,17 @@ def test_branches_in_chunks_of_128(server: Server, oracle: Oracle) -> None:
             assert distances(oracle, ids, got).max() <= TOLERANCE
 
 
+@pytest.mark.full
 def test_prefixes_around_one_block_at_once(server: Server, oracle: Oracle) -> None:
     assert_right_around_one_block(server, oracle, TOLERANCE)
 
 
+@pytest.mark.full
 def test_retries_of_cancelled_requests(server: Server, oracle: Oracle) -> None:
     assert_right_beside_cancels(server, oracle, TOLERANCE)
 
 
+@pytest.mark.full
 def test_replay_of_opaque_ids(server: Server, oracle: Oracle) -> None:
     assert_replays_are_equal(server, oracle, TOLERANCE)
 
@@ -93,6 +96,7 @@ def test_missing_indexer_state_is_detected(server: Server, oracle: Oracle, plugi
     assert distances(oracle, ids, whole).max() <= TOLERANCE
 
 
+@pytest.mark.full
 def test_more_requests_than_fit(server: Server, oracle: Oracle) -> None:
     server.flush()
     assert_right_though_retracted(server, oracle, TOLERANCE)
