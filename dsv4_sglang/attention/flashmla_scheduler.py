@@ -31,9 +31,9 @@ def _blocks(window_lens_ptr, entry_lens_ptr, t, mask, HAS_ENTRIES: tl.constexpr,
 
 
 @triton.jit
-def _at(values, lane, n):
-    """Return element n of `values`, 0 if there is none."""
-    return tl.sum(tl.where(lane == n, values, 0))
+def _at(values, numbers, n):
+    """Return the element of `values` whose number is n, 0 if there is none."""
+    return tl.sum(tl.where(numbers == n, values, 0))
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _schedule_kernel(
             placed = token_end
             n = tl.sum((end_cost <= placed + left).to(tl.int32))
         left -= tl.max(end_cost) - placed
-        before = tl.sum(tl.where(t == tl.minimum(begin + LANES, tokens) - 1, blocks, 0))
+        before = _at(blocks, t, tl.minimum(begin + LANES, tokens) - 1)
         tl.store(splits_ptr + 1 + t, splits + tl.cumsum(token_splits), mask=is_token)
         splits += tl.sum(token_splits)
     # The last part with work, and the parts without work after it.

@@ -428,7 +428,7 @@ def test_sparse_decode():
 
 @pytest.mark.full
 @pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
-@pytest.mark.parametrize("tokens", [1, 4, 40, 100])
+@pytest.mark.parametrize("tokens", [1, 4, 40, 1024])
 def test_schedule(tokens, parts, overhead):
     """The parts read every block of every token once and in order, and each stays within FlashMLA's budget.
 

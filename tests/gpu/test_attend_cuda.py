@@ -179,7 +179,8 @@ def test_attention_through_our_schedules(heads):
     config = flashmla.scheduler_config(torch.device("cuda"), heads)
     assert config is not None, "the installed FlashMLA schedules its work differently from flashmla_scheduler"
     lens = [(128, 8192), (3, 1)]
-    for tokens, width, of in ((1, None, None), (2, 512, None), (131, 512, [(128, 512)]), (4, 8192, lens)):
+    steps = (1, None, None), (2, 512, None), (131, 512, [(128, 512)]), (1024, 64, None), (4, 8192, lens)
+    for tokens, width, of in steps:
         case = attend_case(tokens=tokens, heads=heads, width=width, lens=of, per_block=None)
         assert_attends(FlashMLAAttention(config).attend(*case.inputs("cuda")).values, case, BOUND[torch.bfloat16])
 

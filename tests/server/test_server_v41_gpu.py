@@ -45,8 +45,8 @@ def test_decode_graphs_of_every_size(server: Server, oracle: OracleV41) -> None:
 
 
 def test_prefill_graphs_and_many_requests(model: Path, oracle: OracleV41, tmp_path: Path) -> None:
-    """Recorded prefill steps, the default: prompts alone, several at once, and after a hit. Then decode
-    steps of many requests."""
+    """Recorded prefill steps, the default: prompts alone, several at once, and after a hit. Then decode steps of
+    many requests."""
     flags = ["48" if flag == "16" else flag for flag in RECORDED]
     with running(model, tmp_path / "log", *flags, **OPTIONS | {"max_snapshots": 128}) as server:
         mark, prompts = len(server.log_text()), [prompt(n, seed=n) for n in (40, 200, 250, 90, 129)]
