@@ -67,8 +67,9 @@ def gpu() -> dict[str, Any]:
     return facts
 
 
-def used_memory(index: str = "0") -> int | None:
-    """Return the bytes of a GPU that all processes use, or None without one. `index`: number of the GPU."""
+def used_memory() -> int | None:
+    """Return the bytes of the first visible GPU that all processes use, or None without one."""
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     listed = _output(["nvidia-smi", "-i", index, "--query-gpu=memory.used", "--format=csv,noheader,nounits"])
     return int(listed) << 20 if listed and listed.isdigit() else None
 

@@ -8,7 +8,8 @@ The copies alone, of all ranks at once, are those of `benchmarks.tier --ranks 2`
 
 - memory: tokens that the host cache holds per GB (10^9 bytes) of memory that it takes from the machine. The memory is
   the proportional set size (PSS) of all processes, with the host cache less without, so that shared pages count once.
-  `copies` is that memory over --size: 1 if all processes share one copy, N if each of N processes has its own.
+  `copies` of ours is that memory over --size: 1 if all processes share one copy, N if each of N has its own. SGLang's
+  size is `SGLANG_RATIO` of its pool on the GPU.
 - decode: decode rates with the host cache and without, as in `benchmarks.serve`. Prompts are new, so all are saved.
 - restart: time to the first token of conversations that a former server has stored, one after the other, and of new
   prompts of the same length ("cold"). The former server ends when its pages are stored. Files are written back and
@@ -46,6 +47,8 @@ GB = 10**9
 DRY = {"size": 1, "conversations": 3, "tokens": 800}
 DEFAULTS = {"size": 20, "conversations": 8, "tokens": 20_000}
 DRY_PROCESSES = 2
+# SGLang's host cache over its pool on the GPU: 20 GB per process with the default memory of `flashshape`.
+SGLANG_RATIO = 0.25
 # Seconds without a new page after which a storage is taken to be complete.
 SETTLED_SECONDS = 3.0
 
@@ -78,13 +81,16 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 class HostBench(Bench):
-    def host_flags(self) -> list[str]:
-        return ["--enable-hierarchical-cache", "--hicache-size", str(self.args.size)]
+    def host_flags(self, subject: str) -> list[str]:
+        """Return the flags of the host cache of a server. SGLang rejects --hicache-size for DeepSeek-V4."""
+        if command_line.is_ours(subject):
+            return ["--enable-hierarchical-cache", "--hicache-size", str(self.args.size)]
+        return ["--enable-hierarchical-cache", "--hicache-ratio", str(SGLANG_RATIO)]
 
     def with_and_without(self, subject: str, number: int) -> Iterator[dict[str, Any]]:
         """Yield the decode rates of a server without a host cache and of one with it, and then the memory."""
         used: dict[str, int] = {}
-        for tier, flags in (("no host cache", []), ("host cache", self.host_flags())):
+        for tier, flags in (("no host cache", []), ("host cache", self.host_flags(subject))):
             label = f"{tier.replace(' ', '-')}-{number}"
             base = [*self.base(), "--enable-metrics", *flags]
             with self.serving(subject, label, base) as (server, facts):
@@ -97,7 +103,8 @@ class HostBench(Bench):
                     taken = used["host cache"] - used["no host cache"]
                     tokens = host_tokens(server.url)
                     row = {"value": tokens / taken * GB, "tokens": tokens, "GB": taken / GB}
-                    row["copies"] = taken / (self.args.size * GB)
+                    if command_line.is_ours(subject):
+                        row["copies"] = taken / (self.args.size * GB)
                     yield {"measure": "tokens per GB of host memory", **row, "server": facts}
 
     def restart(self, subject: str, number: int, storage: str) -> Iterator[dict[str, Any]]:
@@ -109,7 +116,8 @@ class HostBench(Bench):
             storage: value of --hicache-storage-backend.
         """
         conversations = [self.conversation() for _ in range(self.args.conversations)]
-        base = [*self.base(), *self.host_flags(), "--hicache-storage-backend", storage]
+        # Random weights of the same seed, because names of pages depend on the weights.
+        base = [*self.base(), *self.host_flags(subject), "--random-seed", "1", "--hicache-storage-backend", storage]
         base += ["--hicache-storage-prefetch-policy", "wait_complete", "--enable-cache-report"]
         with contextlib.ExitStack() as stack:
             folder = scratch_folder("host_cache")

@@ -156,7 +156,7 @@ class Bench(retract.Bench):
         with self.serving(subject, label, self.pools(), **variables) as (server, facts):
             memory = {"measure": "memory", "tokens": facts["max_total_num_tokens"], **beside}
             for row in self._measured(server, memory):
-                used = used_memory(self.args.gpus.split(",")[0] or "0")
+                used = used_memory()
                 more = {} if used is None else {"used_gib": round(used / 2**30, 2)}
                 yield {**row, "at": row.get("at", self.args.tokens), **more, "server": facts}
                 self.check_time()

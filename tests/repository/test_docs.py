@@ -185,10 +185,6 @@ FIGURES = [
     (RESULTS, "first start, all kernels to compile", "first_start_v4flash_tp2", {}, "value", "{:.0f} s"),
     (README, "tokens in the cache with EAGLE, 3 drafts", ROUNDS, {"measure": TOKENS}, "value", "{:.1f} M"),
     *((RESULTS, f"speculative round, {n} requests", ROUNDS, {"at": n}, "step_ms", "{:.1f} ms") for n in (16, 64, 256)),
-    *(
-        (RESULTS, f"{new:,} x 1", "turns", {"load": f"20000+{new}x1"}, "first_token_ms", "{:.1f}/{:.1f} ms")
-        for new in (20, 200, 1000)
-    ),
     (README, "tokens in the cache", V41, {"measure": TOKENS}, "value", "{:.1f} M"),
     (README, "first token of a hit, 200 new tokens", V41, {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
     (RESULTS, "first token of a hit", V41, {"load": "20000+200x1"}, "first_token_ms", "{:.1f}/{:.1f} ms"),
@@ -233,22 +229,61 @@ def test_figures_are_those_of_the_results(
     assert f"| {label} | {' | '.join(cells)} |" in page.read_text()
 
 
+def test_hits_of_small_widths() -> None:
+    times = {(row["subject"], row.get("load")): row for row in rows_of("turns")}
+    ratios = [
+        f"{times['ours', load]['first_token_ms']['p50'] / times['sglang-best', load]['first_token_ms']['p50']:.2f}"
+        for load in (f"20000+{new}x{at_once}" for at_once in (1, 8) for new in (20, 200, 1000))
+    ]
+    text = " ".join(RESULTS.read_text().split())
+    assert "takes {}, {} and {} of SGLang's time with 20, 200 and 1,000 new tokens".format(*ratios[:3]) in text
+    assert "8 hits at once {}, {} and {};".format(*ratios[3:]) in text
+
+
+def test_figures_of_a_million_tokens() -> None:
+    found = rows_of("long_context")
+    rows = {(row["measure"], row.get("new", row["at"])): row for row in found}
+    cold = [f"{row['value'] / 1e3:.1f}" for row in found if row["measure"] == "cold"]
+    short, long, both = (rows[key]["first_token_ms"] for key in (("turn", 200), ("turn", 8160), ("two in turn", 200)))
+    for label, figures in (
+        ("cold prompts", f"{', '.join(cold)} s"),
+        ("first token of the next turn, 200 new tokens", f"{short['p50']:.0f}/{short['p95']:.0f} ms"),
+        ("first token behind a prefill step of 8,192", f"{long['p50'] / 1e3:.2f}/{long['p95'] / 1e3:.2f} s"),
+        ("two conversations in turn, 200 new tokens", f"{both['p50']:.0f}/{both['p95']:.0f} ms"),
+        (
+            "decode tokens/s, 1, 4, 16 requests that share it",
+            ", ".join(f"{rows[DECODE, n]['value']:,.0f}" for n in (1, 4, 16)),
+        ),
+    ):
+        assert f"| {label} | {figures} |" in RESULTS.read_text()
+
+
 def test_figures_of_a_shared_host_cache() -> None:
-    rows = rows_of("host_cache_cpu")
-    (memory,) = [row for row in rows if "copies" in row]
-    seconds = {
-        at: fmean(row["first_token_ms"]["p50"] for row in rows if row.get("at") == at) / 1e3
-        for at in ("shm", "file", "cold")
-    }
-    text = RESULTS.read_text()
-    assert f"{memory['value'] / 1e6:.2f} M tokens per GB, half with a copy each" in text
-    assert round(memory["copies"], 2) == 1
-    assert (
-        "| first token after a restart, 3,000 tokens, p50 | {shm:.2f} s | {file:.2f} s | {cold:.1f} s |".format(
-            **seconds
-        )
-        in text
-    )
+    text = " ".join(RESULTS.read_text().split())
+    for name, sentence in (
+        ("host_cache_cpu", "{:.2f} M tokens per GB, half with a copy each"),
+        ("host_cache_tp2", "use one copy: {:.2f} M tokens per GB"),
+    ):
+        (memory,) = [row for row in rows_of(name) if "copies" in row]
+        assert sentence.format(memory["value"] / 1e6) in text
+        assert round(memory["copies"], 2) == 1
+    rates = {(row["tier"], row["at"]): row["value"] for row in rows_of("host_cache_tp2") if "tier" in row}
+    of_64, of_256 = (100 * rates["host cache", n] / rates["no host cache", n] for n in (64, 256))
+    assert f"Decode is {of_64:.1f} % (64 requests) and {of_256:.1f} % (256) of that without" in text
+
+
+@pytest.mark.parametrize(("label", "at"), [("from memory (`shm`)", "shm"), ("from files", "file"), ("cold", "cold")])
+def test_figures_of_restarts(label: str, at: str) -> None:
+    cells = []
+    for subject in ("ours", "sglang"):
+        times = [
+            row["first_token_ms"]
+            for row in rows_of("host_cache_restart_tp2")
+            if (row["subject"], row["at"]) == (subject, at)
+        ]
+        means = (fmean(time[quantile] for time in times) for quantile in ("p50", "p95") if times)
+        cells.append("/".join(f"{mean:,.0f}" for mean in means) + " ms" if times else "")
+    assert f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |") in RESULTS.read_text()
 
 
 def test_figures_of_simulated_resume_points() -> None:
