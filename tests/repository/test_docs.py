@@ -301,6 +301,18 @@ def test_figures_of_simulated_resume_points() -> None:
         assert f"| {label} | {100 * found[True]:.1f} | {100 * found[False]:.1f} |" in text
 
 
+def test_figures_of_a_larger_share_of_snapshots() -> None:
+    hits = {
+        row["share"]: 100 * row["hit"]
+        for row in rows_of("prefix_simulation")
+        if row["part"] == "share" and (row["active"], row["tokens"]) == (800, [2000, 8000])
+    }
+    text = " ".join((ROOT / "docs" / "reference" / "options.md").read_text().split())
+    assert (
+        f"800 chats of 2,000 to 8,000 tokens hit {hits[0.32]:.1f} % instead of {hits[0.08]:.1f} % (simulated)" in text
+    )
+
+
 def test_figures_of_agents_with_hints() -> None:
     rows = {row["part"]: row for row in rows_of("agents_hints")}
     first = {part: row["first_token_s"] for part, row in rows.items()}
