@@ -21,6 +21,7 @@ from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.plugin import flag_validation, sglang_contract
 from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS
 from dsv4_sglang.srt.plugin.flag_validation import (
+    CORES,
     flag,
     reject_for_machine,
     reject_given,
@@ -99,6 +100,12 @@ def graphs(**backends: str) -> CudaGraphConfig:
     for phase, backend in backends.items():
         getattr(made, phase).backend = backend
     return made
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has cores for every process."""
+    monkeypatch.setenv(CORES, "|".join("0" * 64))
 
 
 def rejections(hf_config: SimpleNamespace | None = None, options: Options | None = None, **given: Any) -> list[str]:
@@ -448,6 +455,19 @@ def test_flags_unsupported_with_v41_are_rejected(named: str) -> None:
     assert said, lines("deepseek_v41", **asked)
     assert not any(lines("deepseek_v41", {}, Options(), **served) for served in V41_SERVED)
     assert not [line for line in lines("deepseek_v4", **asked) if line in said]
+
+
+def test_processes_of_a_cpu_server_need_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives each process the cores of a NUMA node, or those of a variable. Otherwise it fails late."""
+    monkeypatch.delenv(CORES)
+    assert not rejections(device="cpu", tp_size=1)
+    monkeypatch.setattr(flag_validation, "get_cpu_ids_by_node", lambda: ["0,1"])
+    said = f"--tp-size {{}} is not supported: there are cores for {{}} of the processes; set {CORES} to those of each, "
+    assert rejections(device="cpu", tp_size=2) == [said.format(2, 1) + "as in 0-3|4-7"]
+    monkeypatch.setenv(CORES, "0|1|0")
+    assert rejections(device="cpu", tp_size=4) == [said.format(4, 3) + "as in 0-3|4-7"]
+    monkeypatch.setenv(CORES, "0|1|0|1")
+    assert not rejections(device="cpu", tp_size=4)
 
 
 @pytest.mark.parametrize("option", ["host_snapshots", "host_load_timeout_seconds"])

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from sglang.srt.environ import envs
+from sglang.srt.utils import get_cpu_ids_by_node
 
 from dsv4_sglang.cache.host_memory import available_bytes
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -45,6 +46,8 @@ HOST_CACHE_FLAGS = (
     "hicache_storage_prefetch_policy",
     "hicache_storage_backend_extra_config",
 )
+# Variable with the cores of each process of a CPU server.
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 # The Python package of a storage, and what installs it.
 STORAGE_PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
 
@@ -116,6 +119,12 @@ def _attention_ranks(args: Any) -> int:
     return args.dp_size if args.enable_dp_attention else 1
 
 
+def _groups_of_cores() -> int:
+    """Return the number of processes that have cores of their own on a CPU: the groups of `CORES`, else NUMA nodes."""
+    given = os.environ.get(CORES, "all")
+    return len(get_cpu_ids_by_node()) if given == "all" else len(given.split("|"))
+
+
 def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
     """Yield flags that do not fit the number of processes. `args` are the given flags: SGLang divides chunks by the
     ranks later."""
@@ -125,6 +134,9 @@ def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
             f"--dp-size {args.dp_size}",
             f"copies of the model share no cache: start {args.dp_size} servers, or give --enable-dp-attention",
         )
+    if args.device == "cpu" and args.tp_size > (groups := _groups_of_cores()):
+        reason = f"there are cores for {groups} of the processes; set {CORES} to those of each, as in 0-3|4-7"
+        yield f"--tp-size {args.tp_size}", reason
     if ranks < 2:
         return
     coordination = envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION
