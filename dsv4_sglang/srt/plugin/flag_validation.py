@@ -134,7 +134,7 @@ def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
             f"--dp-size {args.dp_size}",
             f"copies of the model share no cache: start {args.dp_size} servers, or give --enable-dp-attention",
         )
-    if args.device == "cpu" and args.tp_size > (groups := _groups_of_cores()):
+    if args.device == "cpu" and args.tp_size > 1 and args.tp_size > (groups := _groups_of_cores()):
         reason = f"there are cores for {groups} of the processes; set {CORES} to those of each, as in 0-3|4-7"
         yield f"--tp-size {args.tp_size}", reason
     if ranks < 2:
