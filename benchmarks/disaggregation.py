@@ -1,13 +1,15 @@
-"""Compare prefill-decode disaggregation on two GPUs with one server on both, under the same load.
+"""Compare prefill-decode disaggregation with one server on the same GPUs, under the same load.
 
     python -m benchmarks.disaggregation [--rate 4] [--out DIR]
+    python -m benchmarks.disaggregation --model v4flash_fp4 --tp 4 --sides apart --mem-fraction-static 0.85 --out DIR
 
-Sides (flashshape, dummy weights, FP8 entries):
+Sides (dummy weights, FP8 entries):
 
-- apart: prefill on GPU 0 and decode on GPU 1, connected by NIXL,
-- tp: one server with --tp-size 2, which uses both GPUs in every step.
+- apart: prefill on the first half of the --tp GPUs and decode on the second half, connected by NIXL,
+- tp: one server on all of them, which uses them all in every step.
 
-All servers start together; the others stay idle while one side is measured.
+All servers start together, with 0.4 of the memory each; the others stay idle while one side is measured. A model too
+large for that runs one of --sides a call.
 
 Decode: --streams requests with prompts of 1024 random tokens run first undisturbed, then while prompts of 8192 tokens
 that ask for one token arrive at a fixed rate, the same for all sides. The results are tokens/s of all streams and the
@@ -20,6 +22,8 @@ it includes the computation of the later prefill chunks. The time to first token
 
 from __future__ import annotations
 
+import argparse
+import copy
 import dataclasses
 import itertools
 import re
@@ -197,14 +201,16 @@ class Bench(bench.Bench):
     def side(self, name: str, bootstrap: int) -> Side:
         """Return the servers of one side. A prefill and decode pair connects through the port `bootstrap`."""
         if name != "apart":
-            return Side(name, self.of_side(name, *(() if self.args.dry_run else ("--tp-size", "2"))))
+            return Side(name, self.of_side(name))
+        half = copy.copy(self)
+        half.args = argparse.Namespace(**vars(self.args) | {"tp": max(1, self.args.tp // 2)})
         backend = (MOONCAKE if self.args.dry_run else NIXL)[0]
-        decode = () if self.args.dry_run else ("--base-gpu-id", "1")
+        decode = () if self.args.dry_run else ("--base-gpu-id", str(half.args.tp))
         shared = "--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(bootstrap)
         return Side(
             name,
-            self.of_side("decode", *shared, "--disaggregation-mode", "decode", *decode),
-            self.of_side("prefill", *shared, "--disaggregation-mode", "prefill", "--enable-metrics"),
+            half.of_side("decode", *shared, "--disaggregation-mode", "decode", *decode),
+            half.of_side("prefill", *shared, "--disaggregation-mode", "prefill", "--enable-metrics"),
             bootstrap,
         )
 
@@ -286,12 +292,20 @@ def main(argv: list[str] | None = None) -> int:
     options = command_line.report_parser(__doc__)
     options.add_argument("--streams", type=int, default=32, help="requests that decode (%(default)s)")
     options.add_argument("--rate", type=float, default=4, help="disturbing prompts per second (%(default)s)")
+    options.add_argument("--sides", default=",".join(SIDES), help="some of %(default)s")
+    options.add_argument("--tp", type=int, help="GPUs of a side (2)")
     command_line.add_model(options)
-    options.set_defaults(memory=0.4)
+    options.set_defaults(memory=0.4, tp=None)
     args = options.parse_args(argv)
+    args.tp = args.tp or (1 if args.dry_run else 2)
+    if args.tp % 2 and not args.dry_run:
+        options.error(f"--tp {args.tp}: expected an even number of GPUs")
     command_line.resolve(options, args)
     if args.streams < 1 or args.rate <= 0:
         options.error(f"--streams {args.streams} --rate {args.rate}: expected numbers above 0")
+    sides = args.sides.split(",")
+    if unknown := {*sides} - {*SIDES}:
+        options.error(f"--sides {min(unknown)}: expected some of {', '.join(SIDES)}")
     backend, module = MOONCAKE if args.dry_run else NIXL
     if find_spec(module) is None:
         options.error(f"the transfer backend {backend} is not installed, see docs/guides/disaggregation.md")
@@ -299,16 +313,16 @@ def main(argv: list[str] | None = None) -> int:
         args.streams = min(args.streams, 2)
     made = Bench(args, args.out)
     flags = [*made.flags(made.base()), *shlex.split(args.flags)]
-    settings = {"flags": flags, "streams": args.streams, "rate": args.rate}
+    settings = {"model": args.model, "flags": flags, "streams": args.streams, "rate": args.rate}
     result = report.Report("apart", args, settings)
     with ExitStack() as stack:
-        sides, bootstrap = [], stack.enter_context(ports.reserved())
-        for name in SIDES:
-            sides.append(side := made.side(name, bootstrap))
+        started, bootstrap = [], stack.enter_context(ports.reserved())
+        for name in sides:
+            started.append(side := made.side(name, bootstrap))
             for server in filter(None, (side.prefill, side.server)):
                 stack.callback(server.stop)
                 server.launch()
-        for side in sides:
+        for side in started:
             result.part(f"start/{side.name}", partial(made.started, side), setup=True)
             result.part(f"transfer/{side.name}", partial(made.transfer, side))
             result.part(f"decode/{side.name}", partial(made.decode, side))

@@ -9,7 +9,8 @@ Load 20000+200x8: eight conversations of 20,000 tokens send 200 new tokens each 
 A conversation is prefilled once. Each turn appends other random tokens to the same prefix, so no conversation grows.
 Lengths are rounded down to whole pages of SGLang (256 tokens) plus 32 tokens, so that both servers hit the same tokens
 and compute 32 and the new ones. `cached` counts the turns that hit exactly these tokens; `tier_share` is the share of
-hit tokens from the requested tier. Prompts are token ids (`input`), so no server tokenizes.
+hit tokens from the requested tier. Prompts are token ids (`input`), so no server tokenizes. With --dp conversations
+take turns over the ranks, and the turns of a conversation go to its rank, as a cache-aware router sends them.
 
 Times are measured by the client over HTTP. The first load runs once unmeasured, so that the warm-up of a server does
 not count against it. Each load first runs at least two untimed rounds, and more until a round is less than 3x faster
@@ -33,7 +34,7 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,6 +115,7 @@ class Conversations:
         device_tokens: tokens of other conversations that fill the device before each round; 0: none.
         rounds: timed rounds; a load of one conversation gets three times as many.
         deadline: time of `time.monotonic` after which nothing starts.
+        ranks: data parallel ranks of the server.
         prefixes: prefilled conversations, by the tokens of their load.
     """
 
@@ -123,11 +125,12 @@ class Conversations:
     device_tokens: int = 0
     rounds: int = ROUNDS
     deadline: float = math.inf
+    ranks: int = 1
     prefixes: dict[int, list[array[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count = math.ceil(self.device_tokens / FILLER_TOKENS)
-        self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE)[0] for _ in range(count)]
+        self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE, {})[0] for _ in range(count)]
 
     def measure_all(self, loads: Sequence[Load]) -> Iterator[dict[str, Any]]:
         """Yield the row of each load. The first load runs once more before, unmeasured.
@@ -162,14 +165,19 @@ class Conversations:
 
     def begin(self, load: Load) -> Answer:
         """Prefill one more conversation of a load. Return the answer, of one token."""
-        prefix, answer = self._prefilled(load.hit + REMAINDER)
-        self.prefixes.setdefault(load.tokens, []).append(prefix)
+        conversations = self.prefixes.setdefault(load.tokens, [])
+        prefix, answer = self._prefilled(load.hit + REMAINDER, self._rank(len(conversations)))
+        conversations.append(prefix)
         return answer
 
     def turn(self, load: Load, number: int) -> Callable[[], Answer]:
         """Return a function that sends the next turn of conversation `number` of a load."""
         prompt = self.prefixes[load.tokens][number] + array("i", self.prompt(load.new))
-        return self.client.prepared(prompt, ANSWER_TOKENS)
+        return self.client.prepared(prompt, ANSWER_TOKENS, **self._rank(number))
+
+    def _rank(self, number: int) -> dict[str, int]:
+        """Return the field of a request that sends conversation `number` to its rank."""
+        return {"routed_dp_rank": number % self.ranks} if self.ranks > 1 else {}
 
     def summary(self, load: Load, turns: Sequence[Answer]) -> dict[str, Any]:
         """Return the row of the turns of a load."""
@@ -200,10 +208,10 @@ class Conversations:
         answers = together(asks)
         return time.perf_counter() - begin, answers
 
-    def _prefilled(self, tokens: int) -> tuple[array[int], Answer]:
+    def _prefilled(self, tokens: int, rank: Mapping[str, int]) -> tuple[array[int], Answer]:
         self._check_time()
         made = array("i", self.prompt(tokens))
-        return made, self.client.generate(made, 1)
+        return made, self.client.generate(made, 1, **rank)
 
     def _check_time(self) -> None:
         if time.monotonic() > self.deadline:
@@ -242,7 +250,7 @@ def measure(args: argparse.Namespace, subject: str, number: int) -> Generator[di
         yield {"measure": "tokens in the cache", "value": tokens, "server": facts}
         from_host = tokens if args.tier == "host" else 0
         client = Client(server.url)
-        held = Conversations(client, bench.prompt, args.tier, from_host, args.rounds, args.deadline)
+        held = Conversations(client, bench.prompt, args.tier, from_host, args.rounds, args.deadline, args.dp)
         for row in held.measure_all(args.loads):
             yield {**row, "server": facts}
         sizes = bench.sizes
@@ -298,6 +306,8 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         options.error(str(error))
     if args.tier == "host" and not args.loads:
         options.error("--tier host without --loads: expected at least one load")
+    if args.tier == "host" and args.dp > 1:
+        options.error(f"--tier host --dp {args.dp}: the device is filled on one rank only; expected no --dp")
     args.rounds = args.rounds if args.rounds is not None else 1 if args.dry_run else ROUNDS
     if args.rounds < 1:
         options.error(f"--rounds {args.rounds}: expected at least 1")

@@ -593,6 +593,13 @@ def test_conflicting_options_are_rejected(given: str, said: str, capsys: pytest.
         ("host_cache", "--out x --storages nixl", "--storages nixl: expected some of shm, file"),
         ("tier", "--ranks 0", "--ranks 0: expected at least 1"),
         ("disaggregation", "--rate 0", "--rate 0.0: expected numbers above 0"),
+        ("disaggregation", "--tp 3", "--tp 3: expected an even number of GPUs"),
+        ("disaggregation", "--sides apart,together", "--sides together: expected some of apart, tp"),
+        (
+            "turns",
+            "--out x --model v4flash --tp 2 --dp 2 --tier host",
+            "--tier host --dp 2: the device is filled on one rank only",
+        ),
         ("turns", "--out x --tier host --loads=", "--tier host without --loads"),
         ("turns", "--out x --turnover 8192x64", "turnover 8192x64: expected PROMPT+ANSWERxCLIENTS"),
         ("turns", "--out x --turnover 8192+1x64", "turnover 8192+1x64: expected PROMPT+ANSWERxCLIENTS"),

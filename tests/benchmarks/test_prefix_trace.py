@@ -210,6 +210,19 @@ def test_turns_hit_exactly_the_prefix(server: FakeServer) -> None:
     assert held.measure(turns.Load.parse("600+20x1"))["cached"]["high"] == 0
 
 
+def test_turns_go_to_the_rank_of_their_conversation(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[dict[str, Any]] = []
+    generate = server.generate
+    monkeypatch.setattr(server, "generate", lambda body: bodies.append(body) or generate(body))
+    held = conversations(server)
+    held.ranks = 2
+    held.measure(turns.Load.parse("600+20x3"))
+    begun, later = bodies[:3], bodies[3:]
+    assert [body["routed_dp_rank"] for body in begun] == [0, 1, 0]
+    ranks = {tuple(body["input_ids"]): body["routed_dp_rank"] for body in begun}
+    assert len(ranks) == 3 and all(ranks[tuple(body["input_ids"][:544])] == body["routed_dp_rank"] for body in later)
+
+
 def test_other_conversations_fill_the_device_before_each_round(server: FakeServer) -> None:
     asked = server.asked
     row = conversations(server, device_tokens=200_000).measure(turns.Load.parse("600+20x1"))
