@@ -291,7 +291,8 @@ def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
 def max_total_tokens(url: str) -> int:
     """Return the capacity of a running server's device cache in tokens, summed over data parallel ranks."""
     info = Endpoint(url).request("/server_info", timeout=30)
-    return sum(cache_tokens(info, info.get("dp_size") or 1))
+    # SGLang 0.5.23 moves --dp-size to this field with DP attention.
+    return sum(cache_tokens(info, info.get("attn_dp_size") or 1))
 
 
 def sizes(log: str) -> dict[str, float]:

@@ -288,10 +288,20 @@ def test_recipe(gpus: str, arguments: str, command: str) -> None:
     assert "left for activations" not in "".join(line for line in lines if line.startswith("as given:"))
 
 
+@pytest.mark.full
+def test_long_contexts_of_a_recipe() -> None:
+    """The page names them below the recipe."""
+    [arguments] = [arguments for gpus, arguments, _ in recipes() if gpus == "Flash, 8 H200"]
+    held = invoke(*shlex.split(arguments), "--max-running-requests", "256", "--context", "1048576").splitlines()[1]
+    found = re.search(r"; ([\d,]+ requests of [\d,]+) ", held)
+    assert found is not None
+    assert f"With `--max-running-requests 256` they hold {found[1]} tokens." in RECIPES
+
+
 def test_every_figure_of_the_tables_has_a_recipe() -> None:
     tables = re.findall(r"^\| ((?:[\w ]+, )*\d [HB]200) \| [\d,]+ \|", RECIPES, re.MULTILINE)
     assert sorted(tables) == sorted(gpus for gpus, *_ in recipes())
-    assert len(tables) == 6 and len(SPLITS) == 2
+    assert len(tables) == 5 and len(SPLITS) == 2
 
 
 SPLITS = re.findall(r"^\| `(--gpu .*)` \| ([\d,]+) \| ([\d,]+) \|$", PLANNING, re.MULTILINE)

@@ -6,7 +6,7 @@ Imports follow the package order.
 import ast
 import json
 import re
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 
@@ -141,11 +141,12 @@ def test_the_site_has_every_page() -> None:
     assert sorted(navigation) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
-# The main figures as in the benchmark files: page, row, file, filter on the file's rows, field, format.
+# The main figures as in the benchmark files: page, row, files, filter on their rows, field, format.
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
 HINTS = ROOT / "docs" / "guides" / "hints.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
-FLASH, DP2, ROUNDS = "turns_v4flash_tp2", "serve_v4flash_dp2", "serve_eagle3_v4flash_tp2"
+FLASH, ROUNDS = "turns_v4flash_tp2", "serve_eagle3_v4flash_tp2"
+TP4, DP4 = "turns_v4flash_fp4_tp4", "turns_v4flash_fp4_dp4"
 AGENTS = {"scenario": "trace", "part": "155 conversations"}
 V41 = "turns_v41wide"
 # Servers of the columns.
@@ -155,47 +156,76 @@ V41_COLUMNS = {
     RESULTS: (("ours",), ("sglang-best-full",), ("sglang",), ("sglang-best-tails",)),
 }
 FIGURES = [
-    (README, "tokens in the cache", FLASH, {"measure": TOKENS}, "value", "{:.1f} M"),
+    (README, "tokens in the cache", (FLASH, TP4), {"measure": TOKENS}, "value", "{:.1f} M"),
     *(
-        (README, f"decode tokens/s, {n} requests", FLASH, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
-        for n in (64, 256)
+        (
+            README,
+            f"decode tokens/s, {n}",
+            (FLASH, TP4),
+            {"measure": DECODE, "at": int(n.split()[0])},
+            "value",
+            "{:,.0f}",
+        )
+        for n in ("1 request", "256 requests")
     ),
-    (README, "decode tokens/s, 1 request", FLASH, {"measure": DECODE, "at": 1}, "value", "{:,.0f}"),
-    (RESULTS, "time to first token, prompt of 64K", FLASH, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
     *(
-        (README, label, FLASH, {"load": f"20000+{load}"}, "first_token_ms", form)
+        (README, label, (FLASH, TP4), {"load": f"20000+{load}"}, "first_token_ms", form)
         for label, load, form in (
             ("first token of a prefix hit, 200 new tokens, p50/p95", "200x1", "{:.1f}/{:.1f} ms"),
-            ("first token of 8 such hits at once", "200x8", "{:.0f}/{:.0f} ms"),
-            ("first token of a hit, 1,000 new tokens", "1000x1", "{:.1f}/{:.1f} ms"),
+            ("first token of 8 such hits at once", "200x8", "{:,.0f}/{:,.0f} ms"),
         )
     ),
-    (RESULTS, "tokens in the cache", FLASH, {"measure": TOKENS}, "value", "{:,.0f}"),
     *(
-        (RESULTS, f"decode tokens/s, {n} requests", FLASH, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        (RESULTS, label, (FLASH,), {"load": f"20000+{load}"}, "first_token_ms", form)
+        for label, load, form in (
+            ("200 x 1", "200x1", "{:.1f}/{:.1f} ms"),
+            ("1,000 x 1", "1000x1", "{:.1f}/{:.1f} ms"),
+            ("200 x 8", "200x8", "{:.0f}/{:.0f} ms"),
+        )
+    ),
+    (RESULTS, "time to first token, prompt of 64K", (FLASH,), {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    (RESULTS, "tokens in the cache", (FLASH,), {"measure": TOKENS}, "value", "{:,.0f}"),
+    *(
+        (RESULTS, f"decode tokens/s, {n} requests", names, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        for names, sizes in (((FLASH,), (16, 64, 256)), ((TP4, DP4), (64, 256)))
+        for n in sizes
+    ),
+    (RESULTS, "tokens in all caches", (TP4, DP4), {"measure": TOKENS}, "value", "{:,.0f}"),
+    (RESULTS, "decode tokens/s, 1 request", (TP4, DP4), {"measure": DECODE, "at": 1}, "value", "{:,.1f}"),
+    *(
+        (RESULTS, f"time to first token, prompt of {n}K", (TP4, DP4), wanted, "value", "{:,.0f} ms")
+        for n, wanted in ((n, {"measure": FIRST, "at": 1024 * n}) for n in (8, 64))
+    ),
+    *(
+        (RESULTS, label, (TP4, DP4), {"load": f"20000+200x{n}"}, "first_token_ms", form)
+        for label, n, form in (
+            ("first token of a hit", 1, "{:.1f}/{:.1f} ms"),
+            ("8 hits at once", 8, "{:,.0f}/{:,.0f} ms"),
+            ("32 hits at once", 32, "{:,.0f}/{:,.0f} ms"),
+        )
+    ),
+    *(
+        (RESULTS, f"{n} clients, 8K in, 1K out, tokens/s/GPU", (TP4,), {"load": f"8192+1024x{n}"}, "value", "{:,.0f}")
+        for n in (16, 64)
+    ),
+    (RESULTS, "agents, 1.56 M live tokens: hits, %", ("prefix_trace",), AGENTS, "hit_of_ideal", "{:.1%}"),
+    (RESULTS, "tokens in the cache", (ROUNDS,), {"measure": TOKENS}, "value", "{:,.0f}"),
+    (README, "tokens in the cache with EAGLE, 3 drafts", (ROUNDS,), {"measure": TOKENS}, "value", "{:.1f} M"),
+    *(
+        (RESULTS, f"speculative round, {n} requests", (ROUNDS,), {"at": n}, "step_ms", "{:.1f} ms")
         for n in (16, 64, 256)
     ),
-    (RESULTS, "agents, 1.56 M live tokens: hits, %", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
-    (RESULTS, "tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,.0f}"),
+    (README, "tokens in the cache", (V41,), {"measure": TOKENS}, "value", "{:.1f} M"),
+    (README, "first token of a hit, 200 new tokens", (V41,), {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
+    (RESULTS, "first token of a hit", (V41,), {"load": "20000+200x1"}, "first_token_ms", "{:.1f}/{:.1f} ms"),
+    (README, "time to first token, 8K prompt", (V41,), {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
+    (README, "time to first token, 64K prompt", (V41,), {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    (RESULTS, "tokens in the cache", (V41,), {"measure": TOKENS}, "value", "{:,.0f}"),
+    (RESULTS, "time to first token, prompt of 8K", (V41,), {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
+    (RESULTS, "time to first token, prompt of 64K", (V41,), {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    (RESULTS, "decode tokens/s, 1 request", (V41,), {"measure": DECODE, "at": 1}, "value", "{:,.1f}"),
     *(
-        (RESULTS, f"decode tokens/s, {n} requests", DP2, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
-        for n in (16, 64, 256)
-    ),
-    (RESULTS, "tokens in the cache", ROUNDS, {"measure": TOKENS}, "value", "{:,.0f}"),
-    (RESULTS, "first start, all kernels to compile", "first_start_v4flash_tp2", {}, "value", "{:.0f} s"),
-    (README, "tokens in the cache with EAGLE, 3 drafts", ROUNDS, {"measure": TOKENS}, "value", "{:.1f} M"),
-    *((RESULTS, f"speculative round, {n} requests", ROUNDS, {"at": n}, "step_ms", "{:.1f} ms") for n in (16, 64, 256)),
-    (README, "tokens in the cache", V41, {"measure": TOKENS}, "value", "{:.1f} M"),
-    (README, "first token of a hit, 200 new tokens", V41, {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
-    (RESULTS, "first token of a hit", V41, {"load": "20000+200x1"}, "first_token_ms", "{:.1f}/{:.1f} ms"),
-    (README, "time to first token, 8K prompt", V41, {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
-    (README, "time to first token, 64K prompt", V41, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
-    (RESULTS, "tokens in the cache", V41, {"measure": TOKENS}, "value", "{:,.0f}"),
-    (RESULTS, "time to first token, prompt of 8K", V41, {"measure": FIRST, "at": 8192}, "value", "{:,.0f} ms"),
-    (RESULTS, "time to first token, prompt of 64K", V41, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
-    (RESULTS, "decode tokens/s, 1 request", V41, {"measure": DECODE, "at": 1}, "value", "{:,.1f}"),
-    *(
-        (page, f"decode tokens/s, {n} requests", V41, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        (page, f"decode tokens/s, {n} requests", (V41,), {"measure": DECODE, "at": n}, "value", "{:,.0f}")
         for page in (README, RESULTS)
         for n in (16, 64)
     ),
@@ -217,12 +247,13 @@ def rows_of(name: str) -> list[dict]:
     return [line | {"subject": line["server"]["subject"]} for line in untuned]
 
 
-@pytest.mark.parametrize(("page", "label", "name", "wanted", "field", "form"), FIGURES)
+@pytest.mark.parametrize(("page", "label", "names", "wanted", "field", "form"), FIGURES)
 def test_figures_are_those_of_the_results(
-    page: Path, label: str, name: str, wanted: dict, field: str, form: str
+    page: Path, label: str, names: tuple[str, ...], wanted: dict, field: str, form: str
 ) -> None:
     cells = []
-    for subjects in V41_COLUMNS[page] if name == V41 else COLUMNS:
+    columns = V41_COLUMNS[page] if names == (V41,) else COLUMNS
+    for name, subjects in product(names, columns):
         rows = [row for row in rows_of(name) if row["subject"] in subjects and wanted.items() <= row.items()]
         starts = rows if "start" in rows[-1] else rows[-1:]
         spread = [

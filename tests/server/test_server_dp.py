@@ -23,6 +23,7 @@ from support.server import (
 )
 from typer.testing import CliRunner
 
+from benchmarks.servers import max_total_tokens
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.cli.top import scaled
@@ -75,6 +76,10 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     assert_same(stayed, moved, TOLERANCE)
     assert server.generate(turn, 1, **on_rank(1)).cached == 256
     assert [server.metrics(rank=rank)["hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
+
+
+def test_benchmarks_count_the_tokens_of_both_ranks(server: Server) -> None:
+    assert max_total_tokens(server.url) == 2 * 1024
 
 
 def test_a_lookup_asks_both_ranks(server: Server) -> None:
