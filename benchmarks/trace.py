@@ -23,7 +23,8 @@ Misses relative to the unbounded cache:
 - `no_snapshot`: blocks were cached without a snapshot to resume from (from this package's metrics).
 - `other`: the rest, which was evicted.
 
-With --seconds nothing is sent after that time. `requests` is the number of requests sent, `of` the number in the trace.
+Nothing is sent after --seconds, and nothing of a load after --each seconds of it. `requests` is the number of requests
+sent, `of` the number in the trace.
 """
 
 from __future__ import annotations
@@ -313,7 +314,8 @@ def measure(args: argparse.Namespace, console: Console, subject: str, number: in
             before = servers.metrics(url).get("lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
                 task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
-                replayer = Replayer(client, vocab, 0, args.cap, args.deadline, partial(bar.advance, task))
+                deadline = min(args.deadline, time.monotonic() + args.each)
+                replayer = Replayer(client, vocab, 0, args.cap, deadline, partial(bar.advance, task))
                 pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
             if not pairs:
                 continue
@@ -357,6 +359,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--requests", type=int, help="only the first N requests")
     options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
+    options.add_argument("--each", type=float, default=math.inf, help="longest time of a load in seconds")
     options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
     command_line.add_servers(options, "ours,sglang-best")
     command_line.add_url(options)
