@@ -6,10 +6,15 @@ Every rank has its own requests, blocks, state slots and prefix tree. Experts ar
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
 
 import pytest
 from reference.oracle import Oracle
 from support.server import (
+    CHUNK,
     FP32,
     Server,
     assert_burst,
@@ -17,6 +22,7 @@ from support.server import (
     assert_right_though_retracted,
     assert_same,
     distances,
+    greedy,
     live,
     on_rank,
     prompt,
@@ -39,6 +45,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens",
 FLAGS += ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "12")
 FLAGS += ("--chunked-prefill-size", "512", "--schedule-conservativeness", "0.1")
 CUDA_LAYERS = True
+GRAPH_TOKENS = 256
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 
 
@@ -76,6 +83,39 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     assert_same(stayed, moved, TOLERANCE)
     assert server.generate(turn, 1, **on_rank(1)).cached == 256
     assert [server.metrics(rank=rank)["hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
+
+
+def test_a_decoding_rank_joins_the_prefill_steps_of_the_other(server: Server, oracle: Oracle, plugin: Path) -> None:
+    """The decode steps of rank 0 are recorded prefill steps of a token per request while rank 1 prefills, but for those
+    that take the only snapshots of the conversations, at 128 tokens. Requests with log-probabilities do not join."""
+    server.flush()
+    asked, others, done = [prompt(length, seed=length) for length in (125, 121, 117)], [], Event()
+
+    def keep_prefilling() -> None:
+        while not done.is_set():
+            ids = prompt(700, seed=20 + len(others))
+            others.append((ids, server.generate(ids, 1, **on_rank(1))))
+
+    with ThreadPoolExecutor(1 + len(asked)) as pool:
+        begun = pool.submit(keep_prefilling)
+        try:
+            while not others:
+                time.sleep(0.01)
+            bodies = [greedy(ids, 24, **on_rank(0)) for ids in asked]
+            answers = list(pool.map(lambda body: server.post("/generate", body), bodies))
+        finally:
+            done.set()
+        begun.result()
+    steps = [line.split()[1:] for line in (plugin / "steps").read_text().splitlines()]
+    assert sum(tokens == requests for tokens, requests in steps) > 3
+    for ids, answer in others:
+        assert_oracle_chooses(oracle, ids, answer, TOLERANCE)
+    for ids, answer in zip(asked, answers, strict=True):
+        assert oracle.score(ids, answer["output_ids"], chunk=CHUNK).margin.max() <= 2 * TOLERANCE
+        turn = [*ids, *answer["output_ids"], *prompt(20, seed=13)]
+        warm = server.generate(turn, 4, **on_rank(0))
+        assert warm.cached == 128
+        assert_oracle_chooses(oracle, turn, warm, TOLERANCE)
 
 
 def test_benchmarks_count_the_tokens_of_both_ranks(server: Server) -> None:

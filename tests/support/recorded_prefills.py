@@ -36,6 +36,11 @@ def _size(batch: Any) -> int | None:
     mode = batch.forward_mode
     if mode.is_idle() or not mode.is_extend_without_speculative() or batch.batch_size > MAX_RECORDED_REQUESTS:
         return None
+    # Ranks of DP attention run one graph together, or none does.
+    if batch.global_num_tokens_cpu is not None and not (
+        batch.can_run_dp_prefill_cuda_graph and batch.dp_padding_mode.is_max_len()
+    ):
+        return None
     return next((size for size in _sizes() if size >= batch.positions.shape[0]), None)
 
 
@@ -53,7 +58,7 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
     if size is None:
         return original(model, ids, positions, batch, *rest)
     with (folder() / "steps").open("a") as file:
-        file.write(f"{size} {tokens} {batch.batch_size}\n")
+        file.write(f"{size} {sum(batch.extend_seq_lens_cpu)} {batch.batch_size}\n")
     ids, positions, out_loc = (pad(x, (0, size - tokens)) for x in (ids, positions, batch.out_cache_loc))
     graphs = vars(model).setdefault("test_graphs", {})
     for captured in [size] if graphs else [_sizes()[-1], size]:  # the largest size is captured first
@@ -70,7 +75,32 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
     return tree_map(lambda rows: rows[:tokens], out)
 
 
+class _Runner:
+    """Stands for SGLang's runner, whose class the vote of a decoding rank requires."""
+
+    _backend_vote_prefill_cuda_graph = max_context_size = max_seq_len = None
+    enable_lora = False
+
+    def can_replay_locally(self, *, batch_size: int, num_tokens: int, **_: Any) -> bool:
+        from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
+
+        return batch_size <= MAX_RECORDED_REQUESTS and num_tokens <= _sizes()[-1]
+
+
+def _vote(original: Callable[..., bool], vote: Callable[..., bool], **arguments: Any) -> bool:
+    from sglang.srt.managers.scheduler_components import dp_attn
+    from sglang.srt.runtime_context import get_exec
+
+    from dsv4_sglang.srt.sglang.models import replaced
+
+    get_exec().graph.cuda_graph_config.prefill.bs = _sizes()  # SGLang pads the steps of all ranks to one size
+    arguments |= {"prefill_graph_runner": _Runner(), "coordinated_prefill": True, "breakable_prefill": True}
+    with replaced(dp_attn, PrefillCudaGraphRunner=_Runner):
+        return original(vote, **arguments)
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     "dsv4_sglang.srt.attention.backend.HybridCacheBackend.init_forward_metadata_out_graph": _init_metadata,
     "dsv4_sglang.srt.models.deepseek_v4.Model.forward": _forward,
+    "dsv4_sglang.srt.prefix_cache.snapshot_schedule.may_join_prefill": _vote,
 }

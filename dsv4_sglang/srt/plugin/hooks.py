@@ -82,6 +82,10 @@ ALWAYS: Table = {
     "a decoding request keeps one rolling snapshot instead of two alternating slots": {
         SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs": snapshot_schedule.plan_decode
     },
+    "a decoding rank of DP attention joins the recorded prefill step of another one; SGLang's would run both eagerly": {
+        targets.PREFILL_GRAPH_VOTE: snapshot_schedule.may_join_prefill,
+        SRT + "managers.schedule_batch.ScheduleBatch.convert_decode_to_extend": snapshot_schedule.join_prefill,
+    },
     "a verify step needs slots for the rolling snapshots that it may pass, and cannot allocate them itself": {
         SRT + "speculative.spec_utils.spec_prepare_for_decode": snapshot_schedule.plan_verify
     },

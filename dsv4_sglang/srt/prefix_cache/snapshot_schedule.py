@@ -19,7 +19,12 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import component_of
 from dsv4_sglang.srt.prefix_cache.notes import BatchNote, PrefillPlan, RequestNote
-from dsv4_sglang.srt.sglang.scheduler import deferred_caching, note_track_positions, track_entry
+from dsv4_sglang.srt.sglang.scheduler import (
+    deferred_caching,
+    note_track_positions,
+    track_entry,
+    without_recurrent_state,
+)
 
 
 class PrefillPlanTaker:
@@ -88,6 +93,28 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     for row in due:
         slots[row] = planner.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
+
+
+def may_join_prefill(original: Callable[..., bool], *, local_batch: Any, **step: Any) -> bool:
+    """AROUND `targets.PREFILL_GRAPH_VOTE`, by which a rank of DP attention says whether it can take part in a recorded
+    prefill step of another rank: let a decoding rank do so unless a rolling snapshot is due.
+
+    A prefill step writes snapshots from the tokens of its chunk, and one token is not a window. SGLang's function
+    declines for all models with recurrent state.
+    """
+    decodes = local_batch is not None and local_batch.forward_mode.is_decode()
+    if decodes and bool((local_batch.seq_lens_cpu % BLOCK == 0).any()):
+        return False
+    with without_recurrent_state():
+        return original(local_batch=local_batch, **step)
+
+
+def join_prefill(original: Callable[..., None], batch: Any) -> None:
+    """AROUND `ScheduleBatch.convert_decode_to_extend`, which makes the decode step of a rank of DP attention a prefill
+    step with one token per request: it takes no snapshots (`may_join_prefill`)."""
+    original(batch)
+    BatchNote.of(batch).prefill_plan = []
+    batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
 
 
 def plan_verify(original: Callable[..., None], batch: Any) -> None:

@@ -77,6 +77,15 @@ def deferred_caching() -> Iterator[list[Callable[[], None]]]:
         yield calls
 
 
+@contextmanager
+def without_recurrent_state() -> Iterator[None]:
+    """Context manager: the exchange of steps between ranks of DP attention sees a model without recurrent state."""
+    from sglang.srt.managers.scheduler_components import dp_attn
+
+    with replaced(dp_attn, uses_ssm_state=lambda model_config: False):
+        yield
+
+
 def seconds_since_created(req: Any) -> float:
     """Return the seconds since the HTTP server received a request, or since the scheduler did if that is unknown."""
     times = req.time_stats

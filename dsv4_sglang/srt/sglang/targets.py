@@ -15,6 +15,7 @@ BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool
 BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
 TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+PREFILL_GRAPH_VOTE = "sglang.srt.managers.scheduler_components.dp_attn._local_prefill_cuda_graph_vote"
 PREFILL_RESULT = _RESULTS + "process_batch_result_prefill"
 MAY_CACHE_FINISHED = _RESULTS + "_mamba_can_cache_finished_req"
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
