@@ -29,19 +29,24 @@ def _sizes() -> list[int]:
     return json.loads((folder() / "sizes").read_text())
 
 
-def _size(batch: Any) -> int | None:
-    """Return the graph size with which a step is replayed; None if it runs eagerly."""
+def _graph_size(tokens: int, requests: int) -> int | None:
+    """Return the size of the smallest graph that has room for a step, None if there is none."""
     from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
 
+    return next((size for size in _sizes() if size >= tokens and requests <= MAX_RECORDED_REQUESTS), None)
+
+
+def _size(batch: Any) -> int | None:
+    """Return the graph size with which a step is replayed; None if it runs eagerly."""
     mode = batch.forward_mode
-    if mode.is_idle() or not mode.is_extend_without_speculative() or batch.batch_size > MAX_RECORDED_REQUESTS:
+    if mode.is_idle() or not mode.is_extend_without_speculative():
         return None
     # Ranks of DP attention run one graph together, or none does.
     if batch.global_num_tokens_cpu is not None and not (
         batch.can_run_dp_prefill_cuda_graph and batch.dp_padding_mode.is_max_len()
     ):
         return None
-    return next((size for size in _sizes() if size >= batch.positions.shape[0]), None)
+    return _graph_size(batch.positions.shape[0], batch.batch_size)
 
 
 def _init_metadata(original: Callable[..., None], backend: Any, batch: Any, *rest: Any, **named: Any) -> None:
@@ -82,9 +87,7 @@ class _Runner:
     enable_lora = False
 
     def can_replay_locally(self, *, batch_size: int, num_tokens: int, **_: Any) -> bool:
-        from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
-
-        return batch_size <= MAX_RECORDED_REQUESTS and num_tokens <= _sizes()[-1]
+        return _graph_size(num_tokens, batch_size) is not None
 
 
 def _vote(original: Callable[..., bool], vote: Callable[..., bool], **arguments: Any) -> bool:
