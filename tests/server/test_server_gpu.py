@@ -5,6 +5,7 @@ Answers are compared with the oracle, because kernels round depending on the bat
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -197,6 +198,27 @@ def test_a_prefill_graph_beside_an_idle_rank(server: Server) -> None:
     assert [got.cached for _, got in asked.values()] == [640] * 3
     assert all("cuda graph: True" in line for line in steps), steps
     assert_as_cold(server, asked)
+
+
+@only("fp8, two ranks")
+def test_a_decoding_rank_joins_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
+    """Prefill steps of a rank are graphs while the other decodes, and the next turns hit what was decoded in them.
+
+    Steps with a rolling snapshot are eager. Requests with log-probabilities do not join.
+    """
+    asked, mark = [prompt(length, seed=90) for length in (70, 100, 130)], len(server.log_text())
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = [pool.submit(server.post, "/generate", greedy(ids, 500, **on_rank(0))) for ids in asked]
+        for seed in itertools.count(100):
+            server.post("/generate", greedy(prompt(700, seed=seed), 1, **on_rank(1)))
+            if all(answer.done() for answer in answers):
+                break
+    steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
+    assert len(steps) > 10 and sum("cuda graph: True" in line for line in steps) > len(steps) / 2, steps
+    prompts = [[*ids, *answer.result()["output_ids"], *prompt(20, seed=91)] for ids, answer in zip(asked, answers)]
+    warm = [server.generate(ids, GENERATED, **on_rank(0)) for ids in prompts]
+    assert [got.cached for got in warm] == [(len(ids) + 499) // 128 * 128 for ids in asked]
+    check(list(zip(prompts, warm)))
 
 
 @only("fp8, two ranks")
