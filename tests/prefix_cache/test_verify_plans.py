@@ -6,9 +6,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.prefix_tree import BLOCK, MAX_LENGTH, Request, TreeServer, without_a_server
 
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
@@ -181,3 +183,15 @@ def test_verify_step_gets_no_prefill_plan(mode: ForwardMode, gets: bool) -> None
     backend.prefill_plan = plan
     snapshot_schedule.pass_plan_to_backend(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
     assert (backend.prefill_plan is plan) == gets
+
+
+@pytest.mark.parametrize(("algorithm", "asked"), [("EAGLE", True), (None, False)])
+def test_verify_steps_vote_as_in_sglang(algorithm: str | None, asked: bool) -> None:
+    """With overlap, their lengths are known on the device only. A decode step in which a snapshot is due does not join
+    a prefill step."""
+    lengths = None if algorithm else torch.tensor([BLOCK, 5])
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens_cpu=lengths)
+    voted = snapshot_schedule.may_join_prefill(
+        lambda **step: True, local_batch=batch, spec_algorithm=SpeculativeAlgorithm.from_string(algorithm)
+    )
+    assert voted is asked

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,13 @@ from support.server import (
     assert_replays_are_equal,
     assert_right_around_one_block,
     assert_right_beside_cancels,
+    on_rank,
     prompt,
 )
 from support.server_plugin import broken
 from transformers import DynamicCache
 
+from benchmarks.servers import one_core_each
 from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
@@ -52,6 +55,7 @@ def layer(model: Path) -> NextN:
 
 
 Compare = Callable[[str, list[int], Generated], list[float]]
+Start = Callable[..., AbstractContextManager[Server]]
 
 
 @pytest.fixture
@@ -132,6 +136,22 @@ def test_retries_of_cancelled_requests(server: Server, oracle: Oracle) -> None:
 
 def test_replay_of_opaque_ids(server: Server, oracle: Oracle) -> None:
     assert_replays_are_equal(server, oracle, TOLERANCE)
+
+
+def test_ranks_of_dp_attention(start: Start, oracle: Oracle, apart: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and drafts are right beside a rank that prefills, and in steps that SGLang pads to those of the other."""
+    asked = [("first", prompt(20, seed=50), 0), ("second", prompt(300, seed=51), 0), ("other", prompt(600, seed=52), 1)]
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
+    flags = ("--dp-size", "2", "--enable-dp-attention", "--chunked-prefill-size", "256")
+    with start(*flags) as server, ThreadPoolExecutor(len(asked)) as pool:
+        waiting = [
+            pool.submit(server.generate, ids, GENERATED, rid=f"ranks {name}", **on_rank(rank))
+            for name, ids, rank in asked
+        ]
+        answers = [answer.result() for answer in waiting]
+    for (name, ids, _), got in zip(asked, answers, strict=True):
+        assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+        assert max(apart(f"ranks {name}", ids, got)) <= DRAFTED
 
 
 def test_missing_draft_ring_is_detected(server: Server, oracle: Oracle, apart: Compare, plugin: Path) -> None:

@@ -1,6 +1,6 @@
 """Recorder of the drafts of DSPARK or EAGLE for server_plugin.py, one file per step in the plugin's folder `drafts`.
 
-The first process of a TP group records. Every draft depends on the parts of all processes.
+The first process of an attention TP group records. Every draft depends on the parts of all processes.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ def _keep(batch: Any, tokens: Any, logits: Any, streams: Any) -> None:
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    if get_parallel().tp_rank:
+    ranks = get_parallel()
+    if ranks.attn_tp_rank:
         return
     rids = [request.rid for request in batch.reqs]
     rows = zip(rids, batch.seq_lens.tolist(), tokens.tolist(), logits, streams, strict=True)
-    file = folder() / "drafts" / f"{next(_steps)}.pt"
+    file = folder() / "drafts" / f"{ranks.tp_rank}_{next(_steps)}.pt"
     torch.save([tuple(row) for row in rows], file.with_suffix(".part"))
     file.with_suffix(".part").rename(file)
 

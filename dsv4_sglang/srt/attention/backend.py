@@ -320,6 +320,10 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if forward_batch.forward_mode.is_idle():
             # An idle rank of DP attention joins a step of the other ranks with padding tokens.
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
+        prefills = forward_batch.forward_mode.is_extend_without_speculative()
+        if self.is_draft and not prefills and not self.has_metadata_of(q):
+            # DP attention pads eager steps of a draft model after its worker has asked for their metadata.
+            self.init_forward_metadata(forward_batch)
         step, number, window = self.step_of_tokens(q), layer.layer_id, None
         if not step.is_decode:
             self.arrivals.wait(number, recorded=self.recorder.active)
@@ -339,11 +343,15 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         """
         if self.recorder.active and self.metadata is not None and tokens.shape[0] < self.metadata.positions.shape[0]:
             return self.metadata.first_tokens(tokens)
-        if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
+        if self.metadata is None or not self.has_metadata_of(tokens):
             raise RuntimeError(
                 f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called"
             )
         return self.metadata
+
+    def has_metadata_of(self, tokens: Tensor) -> bool:
+        """Return whether the metadata is that of a step with `tokens` [T, ...]."""
+        return self.metadata is not None and self.metadata.positions.shape[0] == tokens.shape[0]
 
     def free_scratch(self) -> None:
         """Free the scratch that grows on demand. The scratch of CUDA graphs stays."""

@@ -95,18 +95,19 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
 
 
-def may_join_prefill(original: Callable[..., bool], *, local_batch: Any, **step: Any) -> bool:
+def may_join_prefill(original: Callable[..., bool], *, local_batch: Any, spec_algorithm: Any, **step: Any) -> bool:
     """AROUND `targets.PREFILL_GRAPH_VOTE`, by which a rank of DP attention says whether it can take part in a recorded
     prefill step of another rank: let a decoding rank do so unless a rolling snapshot is due.
 
     A prefill step writes snapshots from the tokens of its chunk, and one token is not a window. SGLang's function
-    declines for all models with recurrent state.
+    declines for all models with recurrent state. It also declines for verify steps, whose lengths are known on the
+    device only.
     """
-    decodes = local_batch is not None and local_batch.forward_mode.is_decode()
+    decodes = local_batch is not None and local_batch.forward_mode.is_decode() and spec_algorithm.is_none()
     if decodes and bool((local_batch.seq_lens_cpu % BLOCK == 0).any()):
         return False
     with without_recurrent_state():
-        return original(local_batch=local_batch, **step)
+        return original(local_batch=local_batch, spec_algorithm=spec_algorithm, **step)
 
 
 def join_prefill(original: Callable[..., None], batch: Any) -> None:
