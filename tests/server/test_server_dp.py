@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event
 
@@ -29,7 +31,7 @@ from support.server import (
 )
 from typer.testing import CliRunner
 
-from benchmarks.servers import max_total_tokens
+from benchmarks.servers import max_total_tokens, one_core_each
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.cli.top import scaled
@@ -85,10 +87,11 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     assert [server.metrics(rank=rank)["hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
 
 
-def test_a_decoding_rank_joins_the_prefill_steps_of_the_other(server: Server, oracle: Oracle, plugin: Path) -> None:
+def assert_a_rank_joins(server: Server, oracle: Oracle, steps: Path) -> None:
     """The decode steps of rank 0 are recorded prefill steps of a token per request while rank 1 prefills, but for those
     that take the only snapshots of the conversations, at 128 tokens. Requests with log-probabilities do not join."""
     server.flush()
+    before = steps.read_text() if steps.exists() else ""
     asked, others, done = [prompt(length, seed=length) for length in (125, 121, 117)], [], Event()
 
     def keep_prefilling() -> None:
@@ -106,8 +109,8 @@ def test_a_decoding_rank_joins_the_prefill_steps_of_the_other(server: Server, or
         finally:
             done.set()
         begun.result()
-    steps = [line.split()[1:] for line in (plugin / "steps").read_text().splitlines()]
-    assert sum(tokens == requests for tokens, requests in steps) > 3
+    taken = [line.split()[1:] for line in steps.read_text()[len(before) :].splitlines()]
+    assert sum(tokens == requests for tokens, requests in taken) > 3
     for ids, answer in others:
         assert_oracle_chooses(oracle, ids, answer, TOLERANCE)
     for ids, answer in zip(asked, answers, strict=True):
@@ -116,6 +119,22 @@ def test_a_decoding_rank_joins_the_prefill_steps_of_the_other(server: Server, or
         warm = server.generate(turn, 4, **on_rank(0))
         assert warm.cached == 128
         assert_oracle_chooses(oracle, turn, warm, TOLERANCE)
+
+
+def test_a_decoding_rank_joins_the_prefill_steps_of_the_other(server: Server, oracle: Oracle, plugin: Path) -> None:
+    assert_a_rank_joins(server, oracle, plugin / "steps")
+
+
+def test_a_rank_joins_beside_idle_ranks(
+    start: Callable[..., AbstractContextManager[Server]],
+    oracle: Oracle,
+    plugin: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang leaves the batch as it is then, and gives the model a prefill step."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(4))
+    with start("--tp-size", "4", "--dp-size", "4", "--chunked-prefill-size", "1024") as server:
+        assert_a_rank_joins(server, oracle, plugin / "steps")
 
 
 def test_benchmarks_count_the_tokens_of_both_ranks(server: Server) -> None:
