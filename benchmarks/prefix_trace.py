@@ -15,13 +15,13 @@ bytes that the host cache had copied by then.
 `sweep` takes about three minutes on an H200 after the start of the server. Its sizes are chosen for this device cache:
 
     python -m benchmarks.prefix_trace sweep --servers ours --out benchmarks/results/tier_sweep.jsonl \\
-        --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 4 --enable-metrics \\
+        --flags "--context-length 65280 --max-total-tokens 65536 --max-running-requests 4 --enable-metrics \\
             --enable-hierarchical-cache --hicache-ratio 8"
 
 `agents` takes 13 minutes after the start of the server, two for each kind of hints (`--multiples 2` half of it):
 
     python -m benchmarks.prefix_trace agents --servers ours --out benchmarks/results/agents.jsonl \\
-        --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 16 --enable-metrics"
+        --flags "--context-length 65280 --max-total-tokens 65536 --max-running-requests 16 --enable-metrics"
 
 With `--servers in-tree`, `--hicache-ratio 4` gives the same number of host bytes, because SGLang's tokens are more than
 twice as large. `--max-running-requests` is small because running requests hold snapshots: 256 requests would make a

@@ -224,8 +224,8 @@ def tier_flags(args: argparse.Namespace) -> list[str]:
         return []
     room = math.ceil(max(load.room for load in args.loads) / PAGE) * PAGE
     requests = max(2, *(load.at_once for load in args.loads))
-    # The pool must hold a request of the context length. Fillers are the longest prompts, unless a load is longer.
-    context = max(min(room, FILLER_TOKENS), *(load.room // load.at_once for load in args.loads))
+    # The pool must serve a request of the context length. Fillers are the longest prompts, unless a load is longer.
+    context = max(min(room, FILLER_TOKENS), *(load.room // load.at_once for load in args.loads)) - PAGE
     return [
         *("--max-total-tokens", str(room), "--max-running-requests", str(requests)),
         *("--context-length", str(context)),

@@ -258,7 +258,7 @@ def test_a_device_of_the_largest_load_holds_each_prompt(loads: str) -> None:
     tokens, context = (int(flags[flags.index(name) + 1]) for name in ("--max-total-tokens", "--context-length"))
     filler = tokens // math.ceil(tokens / turns.FILLER_TOKENS) - 2 * turns.PAGE
     prompts = [load.hit + turns.REMAINDER + load.new for load in args.loads]
-    assert max(filler, *prompts) + turns.ANSWER_TOKENS < context <= tokens
+    assert max(filler, *prompts) + turns.ANSWER_TOKENS < context <= tokens - turns.PAGE
 
 
 @pytest.mark.parametrize("load", ["20000", "20000+x1", "200+20x1", "20000+0x1", "20000+20x0", "20000+20x1.5"])

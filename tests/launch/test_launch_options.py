@@ -107,11 +107,11 @@ def test_state_slots_come_first(flash: CacheLayout) -> None:
 
 
 def test_a_pool_too_small_says_what_fits(flash: CacheLayout) -> None:
-    require_context(flash, 4096, 4096, "it gives")
+    require_context(flash, 4352, 4096, "it gives")
     with pytest.raises(ValueError, match=r"the 0\.00 GiB that weights and state slots leave hold 0 tokens"):
         tokens_of_pool(flash, 1000, 128)
-    with pytest.raises(ValueError, match=r"it gives 4096 tokens.*--context-length 4097 needs 4224.*What fits: .* 4096"):
-        require_context(flash, 4096, 4097, "it gives")
+    with pytest.raises(ValueError, match=r"it gives 4352 tokens.*--context-length 4097 needs 4480.*What fits: .* 4096"):
+        require_context(flash, 4352, 4097, "it gives")
 
 
 def test_table_adds_up(flash: CacheLayout) -> None:

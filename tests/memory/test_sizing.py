@@ -55,10 +55,10 @@ def test_slots_fill_no_more_than_the_memory() -> None:
         memory_after_slots(LAYOUT, demand, needed / GIB)
 
 
-def test_a_context_needs_whole_blocks() -> None:
-    require_context(LAYOUT, 256, 129, "the pool holds")
-    with pytest.raises(LaunchError, match="the pool holds 128 tokens, and --context-length 129 needs 256"):
-        require_context(LAYOUT, 128, 129, "the pool holds")
+def test_a_context_needs_whole_blocks_and_two_to_spare() -> None:
+    require_context(LAYOUT, 512, 129, "the pool holds")
+    with pytest.raises(LaunchError, match="the pool holds 384 tokens, and --context-length 129 needs 512"):
+        require_context(LAYOUT, 384, 129, "the pool holds")
 
 
 def test_table_counts_all_memory() -> None:

@@ -40,7 +40,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "tp_size": ([0, -1], [1, 2]),
     "dp_size": ([0, -2], [1]),
     "max_running_requests": ([-4, 0], [None, 1, 256]),
-    "max_total_tokens": ([-1, 0], [None, 65536]),
+    "max_total_tokens": ([-1, 0], [None, 131072]),
     "context_length": ([-1, 0], [None, 4096]),
     "mem_fraction_static": ([0.0, 1.0, 7.0, -0.5], [None, 0.85]),
     "chunked_prefill_size": ([300, 64], [None, -1, 128, 8192]),
@@ -225,7 +225,7 @@ REJECTED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"device": "cpu", "tp_size": 2, "moe_a2a_backend": "deepep"}, "--moe-a2a-backend deepep .*give none$"),
     ({"quantization_config": {}}, {"device": "cpu"}, "--device cpu .* the checkpoint is quantised"),
     ({"context_len": 65537}, {}, "--context-length 65537 .* the model has positions for 65536 tokens"),
-    ({"context_len": 1000}, {"max_total_tokens": 1023}, "--max-total-tokens 1023 .* length 1000 needs 1024"),
+    ({"context_len": 1000}, {"max_total_tokens": 1279}, "--max-total-tokens 1279 .* length 1000 needs 1280"),
 ]
 SERVED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"cuda_graph_config": graphs(prefill="breakable")}),
@@ -242,7 +242,7 @@ SERVED_TOGETHER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {**RANKS, "chunked_prefill_size": 512, "max_running_requests": 4}),
     ({}, {"tp_size": 8, "ep_size": 8, "moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}),
     ({"quantization_config": {}}, {}),
-    ({"context_len": 1000}, {"max_total_tokens": 1024}),
+    ({"context_len": 1000}, {"max_total_tokens": 1280}),
 ]
 
 

@@ -37,7 +37,7 @@ DOCKER = Path(__file__).parent.parent.parent / "docker"
 DASHBOARD = DOCKER / "grafana" / "dashboards" / "cache.json"
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 # 16 device blocks, 6 snapshots and a host cache of 1.5 times that size.
-FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "2", "--max-total-tokens", "2048")
+FLAGS = ("--dtype", "float32", "--context-length", "1792", "--max-running-requests", "2", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--decode-log-interval", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 OPTIONS = {**FP32, "snapshot_interval": 512, "max_snapshots": 6, "integrity_check": True}

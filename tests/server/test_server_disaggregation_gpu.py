@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu]
 # Up to 2,048 tokens the indexer selects all entries. Beyond that, noise swaps entries with nearly equal scores.
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700, 1900)
 GENERATED = 40
-COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
+COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "7936", "--enable-metrics")
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")
 EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule")
 HOST = ("--max-total-tokens", "8192", "--enable-hierarchical-cache", "--hicache-ratio", "8")

@@ -43,7 +43,7 @@ RANKS = (0, 1)
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 # Eight blocks per rank, few of them reserved for tokens that running requests still generate. Six requests and chunks
 # of 256 tokens per rank.
-FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
+FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "12")
 FLAGS += ("--chunked-prefill-size", "512", "--schedule-conservativeness", "0.1")
 CUDA_LAYERS = True

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plu
 
 TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
-FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
+FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-total-tokens", "1024")
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512", *HOST_CACHE)
 FLAGS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.gpu, pytest.mark
 
 # Twelve prompts take 144 blocks; the device has 64. After a hit the last 12 tokens of each prompt are computed.
 LENGTH, CACHED, COUNT = 1420, 1408, 12
-FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
+FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "7936", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "8192")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8")
 SERVERS = {"EAGLE": DRAFTS, "DSPARK": ("--speculative-algorithm", "DSPARK")}

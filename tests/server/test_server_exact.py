@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("plugin")]
 
 MODEL = {"seed": 0, "index_topk": 64}
 # Little space is reserved for tokens that running requests still generate, so some requests are retracted.
-FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
+FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--max-running-requests", "8", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
 FLAGS += ("--schedule-conservativeness", "0.1", *HOST_CACHE)
 OPTIONS = {**FP32, "integrity_check": True}
@@ -43,6 +43,15 @@ def test_oracle(server: Server, oracle: Oracle, length: int) -> None:
     ids = prompt(length)
     got = server.generate(ids, GENERATED)
     assert len(got.tokens) == GENERATED
+    assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [641, 700])
+def test_the_smallest_pool_serves_the_context_length(server: Server, oracle: Oracle, length: int) -> None:
+    """SGLang takes two tokens of the context. The prompt of 641 tokens begins a block."""
+    ids, count = prompt(length, seed=6), 766 - length
+    got = server.generate(ids, count)
+    assert len(got.tokens) == count
     assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 

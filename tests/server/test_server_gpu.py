@@ -33,7 +33,8 @@ pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
-CONTEXT = 8192
+SMALL = 8192
+CONTEXT = SMALL - 256
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", str(CONTEXT))
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--enable-metrics")
 INTERVAL = 512
@@ -53,7 +54,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     ),
     # Admits more requests than fit into the pool after they have grown.
     "fp8, small, 3 drafts": (
-        *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "64"),
+        *("--max-total-tokens", str(SMALL), "--max-running-requests", "64"),
         *("--schedule-conservativeness", "0.3", *DRAFTS),
     ),
     "fp8, two GPUs": (*LARGE, "4096", "--tp-size", "2"),
@@ -66,7 +67,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "fp8, two ranks": (*LARGE, "8192", "--max-running-requests", "32", *RANKS),
     "fp8, two ranks, 3 drafts": (*LARGE, "8192", "--max-running-requests", "32", *RANKS, *DRAFTS),
     "fp8, small, two ranks, 3 drafts": (
-        *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "128"),
+        *("--max-total-tokens", str(SMALL), "--max-running-requests", "128"),
         *("--schedule-conservativeness", "0.3", *RANKS, *DRAFTS),
     ),
     "bf16, chunks of 256, two GPUs, 7 drafts": (
@@ -298,7 +299,7 @@ def test_next_turns(server: Server, count: int) -> None:
         asked[f"after {len(ids)} + {count}"] = following, server.generate(following, 16)
         # The next turn computes the last token of an answer. In a full pool the hit may be shorter.
         assert asked[f"after {len(ids)} + {count}"][1].cached <= (len(ids) + count - 1) // 128 * 128
-    if server.get("/get_server_info")["max_total_num_tokens"] > CONTEXT:
+    if server.get("/get_server_info")["max_total_num_tokens"] > SMALL:
         expected = [(len(ids) + count - 1) // 128 * 128 for ids in first]
         assert [got.cached for _, got in asked.values()] == expected
     assert_as_cold(server, asked)

@@ -24,7 +24,7 @@ GRAPH_TOKENS = 40
 # One layer of each kind. The indexer selects all entries (docs/design/prefix_policy.md).
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 # 2,048 tokens and 12 snapshots on the device and four times that on the host.
-FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "4", "--max-total-tokens", "2048")
+FLAGS = ("--dtype", "float32", "--context-length", "1792", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "4")
 OPTIONS = {**FP32, "snapshot_interval": 512, "max_snapshots": 12}
 

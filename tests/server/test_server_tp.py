@@ -34,7 +34,7 @@ TOLERANCE = 1e-4
 MODEL = {"seed": 0, "ratios": (0, 4, 128)}
 # Eight device blocks and a host cache of four times that size. Little space is reserved for tokens that running
 # requests still generate.
-FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
+FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-total-tokens", "1024", "--tp-size", "2")
 FLAGS += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
 OPTIONS = {**FP32, "max_snapshots": 12, "integrity_check": True}
 RECORDS = ("loads",)

@@ -57,7 +57,7 @@ V41_MODEL = {"index_topk": 1024}
 SELECTING = {"index_topk": 64, "candidate_blocks": 12}
 # Maximum mean |d log p| where 64 entries are selected. Selecting all entries moves it by 0.14 on average.
 NOISE = 0.03
-LARGE = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "8", "--disable-overlap-schedule")
+LARGE = ("--dtype", "float32", "--context-length", "768", "--max-running-requests", "8", "--disable-overlap-schedule")
 LARGE += ("--chunked-prefill-size", "128", "--max-total-tokens", "4096", "--enable-metrics")
 # A pool so small that requests are retracted.
 FLAGS = (*LARGE, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")

@@ -115,8 +115,17 @@ def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: 
     return available_gib - needed
 
 
+def tokens_of_context(context_len: int) -> int:
+    """Return the tokens of the smallest pool that serves all requests of the context length.
+
+    SGLang counts a block more than a request has, and cuts an answer as if it began in a block of its own. In a smaller
+    pool a long prompt would get no tokens, or wait forever, and with it all requests behind it.
+    """
+    return (-(-context_len // BLOCK) + 2) * BLOCK
+
+
 def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:
-    """Raise LaunchError if a pool cannot hold one request of the context length.
+    """Raise LaunchError if a pool cannot serve one request of the context length.
 
     Args:
         layout: layout of the cache.
@@ -124,13 +133,14 @@ def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: 
         context_len: --context-length.
         reason: origin of `tokens`, the start of a sentence for the message.
     """
-    needed = -(-context_len // BLOCK) * BLOCK
+    needed = tokens_of_context(context_len)
     if tokens < needed:
         raise LaunchError(
             f"the KV cache is too small for one request of the context length: {reason} {tokens} tokens, and "
             f"--context-length {context_len} needs {needed} ({needed * layout.token_bytes / GIB:.2f} GiB). What fits: "
-            f"--context-length {tokens}. Or give more memory (--mem-fraction-static, --max-total-tokens) or fewer "
-            f"state slots (--max-running-requests; {layout.slot_bytes / 1e6:.2f} MB a slot)"
+            f"--context-length {max(0, tokens - 2 * BLOCK)}. Or give more memory (--mem-fraction-static, "
+            f"--max-total-tokens) or fewer state slots (--max-running-requests; {layout.slot_bytes / 1e6:.2f} MB a "
+            f"slot)"
         )
 
 

@@ -23,7 +23,7 @@ from dsv4_sglang.srt.host_cache.folder import FOLDERS, own_folder
 from dsv4_sglang.srt.host_cache.stored_segments import SHM, free_bytes, require_memory, unowned_bytes
 from dsv4_sglang.srt.launch.error import LaunchError
 from dsv4_sglang.srt.launch.options import Options
-from dsv4_sglang.srt.memory.sizing import require_snapshots
+from dsv4_sglang.srt.memory.sizing import require_snapshots, tokens_of_context
 from dsv4_sglang.srt.plugin.flag_table import DENIED, LIMITS, REJECTION, on_grid
 from dsv4_sglang.srt.sglang.flags import flag_defaults
 
@@ -291,7 +291,7 @@ def _rejected_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
         among = f" among the processes of each of {ranks} attention ranks" if ranks > 1 else ""
         reason = f"the {groups} groups of output heads are divided evenly{among}; give {fitting}"
         yield f"--tp-size {args.tp_size}", reason
-    needed = -(-hf_config.context_len // BLOCK) * BLOCK
+    needed = tokens_of_context(hf_config.context_len)
     if args.max_total_tokens is not None and args.max_total_tokens < needed:
         reason = f"one request of the context length {hf_config.context_len} needs {needed}; give that, or more, or a "
         yield f"--max-total-tokens {args.max_total_tokens}", reason + "smaller --context-length"
