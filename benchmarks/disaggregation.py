@@ -312,8 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         args.streams = min(args.streams, 2)
     made = Bench(args, args.out)
-    flags = [*made.flags(made.base()), *shlex.split(args.flags)]
-    settings = {"model": args.model, "flags": flags, "streams": args.streams, "rate": args.rate}
+    flags = [*made.base(), *shlex.split(args.flags)]
+    settings = {"model": args.model, "gpus": args.tp, "flags": flags, "streams": args.streams, "rate": args.rate}
     result = report.Report("apart", args, settings)
     with ExitStack() as stack:
         started, bootstrap = [], stack.enter_context(ports.reserved())

@@ -145,7 +145,7 @@ def test_the_site_has_every_page() -> None:
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
 HINTS = ROOT / "docs" / "guides" / "hints.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
-FLASH, ROUNDS = "turns_v4flash_tp2", "serve_eagle3_v4flash_tp2"
+FLASH, ROUNDS, ROUNDS4 = "turns_v4flash_tp2", "serve_eagle3_v4flash_tp2", "turns_v4flash_fp4_tp4_eagle"
 TP4, DP4 = "turns_v4flash_fp4_tp4", "turns_v4flash_fp4_dp4"
 AGENTS = {"scenario": "trace", "part": "155 conversations"}
 V41 = "turns_v41wide"
@@ -209,11 +209,11 @@ FIGURES = [
         for n in (16, 64)
     ),
     (RESULTS, "agents, 1.56 M live tokens: hits, %", ("prefix_trace",), AGENTS, "hit_of_ideal", "{:.1%}"),
-    (RESULTS, "tokens in the cache", (ROUNDS,), {"measure": TOKENS}, "value", "{:,.0f}"),
-    (README, "tokens in the cache with EAGLE, 3 drafts", (ROUNDS,), {"measure": TOKENS}, "value", "{:.1f} M"),
+    (RESULTS, "tokens in the cache", (ROUNDS, ROUNDS4), {"measure": TOKENS}, "value", "{:,.0f}"),
+    (README, "tokens in the cache with EAGLE, 3 drafts", (ROUNDS, ROUNDS4), {"measure": TOKENS}, "value", "{:.1f} M"),
     *(
-        (RESULTS, f"speculative round, {n} requests", (ROUNDS,), {"at": n}, "step_ms", "{:.1f} ms")
-        for n in (16, 64, 256)
+        (RESULTS, f"speculative round, {n}", (ROUNDS, ROUNDS4), {"at": int(n.split()[0])}, "step_ms", "{:.1f} ms")
+        for n in ("1 request", "16 requests", "64 requests", "256 requests")
     ),
     (README, "tokens in the cache", (V41,), {"measure": TOKENS}, "value", "{:.1f} M"),
     (README, "first token of a hit, 200 new tokens", (V41,), {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
@@ -265,17 +265,6 @@ def test_figures_are_those_of_the_results(
     assert f"| {label} | {' | '.join(cells)} |" in page.read_text()
 
 
-def test_hits_of_small_widths() -> None:
-    times = {(row["subject"], row.get("load")): row for row in rows_of("turns")}
-    ratios = [
-        f"{times['ours', load]['first_token_ms']['p50'] / times['sglang-best', load]['first_token_ms']['p50']:.2f}"
-        for load in (f"20000+{new}x{at_once}" for at_once in (1, 8) for new in (20, 200, 1000))
-    ]
-    text = unwrapped(RESULTS)
-    assert "takes {}, {} and {} of SGLang's time with 20, 200 and 1,000 new tokens".format(*ratios[:3]) in text
-    assert "8 hits at once {}, {} and {} (SGLang had slow rounds);".format(*ratios[3:]) in text
-
-
 def test_figures_of_a_million_tokens() -> None:
     found = rows_of("long_context")
     rows = {(row["measure"], row.get("new", row["at"])): row for row in found}
@@ -295,15 +284,37 @@ def test_figures_of_a_million_tokens() -> None:
     assert f"starts after {short['p50'] / 1e3:.2f} s (cold: {fmean(cold):.0f} s)" in README.read_text()
 
 
+def test_figures_of_disaggregation() -> None:
+    sides = []
+    for name in ("apart", "tp"):
+        rows = {(row["measure"], row.get("at")): row for row in rows_of(f"disaggregation_{name}")}
+        new, found = (
+            [rows["transfer", f"{n} {at}"]["TTFT ms"] for n in (8192, 65536)] for at in ("new", "in the cache")
+        )
+        alone, beside = (rows["decode", at] for at in ("undisturbed", "4 x 8192 a second"))
+        sides.append(
+            (
+                "{:,.0f}, {:,.0f} ms".format(*new),
+                "{:.1f}, {:.1f} ms".format(*found),
+                f"{alone['tokens/s']:,.0f}, {beside['tokens/s']:,.0f}",
+                f"{alone['p99']:.1f}, {beside['p99']:.1f} ms",
+            )
+        )
+    labels = (
+        "time to first token, prompts of 8K and 64K",
+        "first token of their hits",
+        "decode tokens/s, alone and beside the prompts",
+        "p99 between tokens",
+    )
+    for label, apart, together in zip(labels, *sides, strict=True):
+        assert f"| {label} | {apart} | {together} |" in RESULTS.read_text()
+
+
 def test_figures_of_a_shared_host_cache() -> None:
     text = unwrapped(RESULTS)
-    for name, sentence in (
-        ("host_cache_cpu", "{:.2f} M tokens per GB, half with a copy each"),
-        ("host_cache_tp2", "use one copy: {:.2f} M tokens per GB"),
-    ):
-        (memory,) = [row for row in rows_of(name) if "copies" in row]
-        assert sentence.format(memory["value"] / 1e6) in text
-        assert round(memory["copies"], 2) == 1
+    (memory,) = [row for row in rows_of("host_cache_tp2") if "copies" in row]
+    assert f"use one copy: {memory['value'] / 1e6:.2f} M tokens per GB" in text
+    assert round(memory["copies"], 2) == 1
     (sglang,) = [row for row in rows_of("host_cache_tp2") if row["subject"] == "sglang"]
     assert f"SGLang has a copy in each: {sglang['value'] / 1e6:.2f} M by its log" in text
     rates = {(row["tier"], row["at"]): row["value"] for row in rows_of("host_cache_tp2") if "tier" in row}
