@@ -42,7 +42,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS
 
 TOKENS, DRY_TOKENS = 1_000_000, 1_000
 # Tokens of the context beyond the conversation: new tokens and answers.
-BEYOND, DRY_BEYOND = 48_576, 536
+BEYOND, DRY_BEYOND = 48_576, 280
 # With the rest of the conversation's last page, 8,160 new tokens are one prefill step of 8,192.
 NEW, DRY_NEW = (200, 8_192 - REMAINDER), (20, 40)
 REQUESTS, DRY_REQUESTS = 32, 4

@@ -6,25 +6,21 @@ Every rank has its own requests, blocks, state slots and prefix tree. Experts ar
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Event
 
 import pytest
 from reference.oracle import Oracle
 from support.server import (
-    CHUNK,
     FP32,
     Server,
+    assert_a_rank_joins,
     assert_burst,
     assert_oracle_chooses,
     assert_right_though_retracted,
     assert_same,
     distances,
-    greedy,
     live,
     on_rank,
     prompt,
@@ -87,42 +83,8 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     assert [server.metrics(rank=rank)["hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
 
 
-def assert_a_rank_joins(server: Server, oracle: Oracle, steps: Path) -> None:
-    """The decode steps of rank 0 are recorded prefill steps of a token per request while rank 1 prefills, but for those
-    that take the only snapshots of the conversations, at 128 tokens. Requests with log-probabilities do not join."""
-    server.flush()
-    before = steps.read_text() if steps.exists() else ""
-    asked, others, done = [prompt(length, seed=length) for length in (125, 121, 117)], [], Event()
-
-    def keep_prefilling() -> None:
-        while not done.is_set():
-            ids = prompt(700, seed=20 + len(others))
-            others.append((ids, server.generate(ids, 1, **on_rank(1))))
-
-    with ThreadPoolExecutor(1 + len(asked)) as pool:
-        begun = pool.submit(keep_prefilling)
-        try:
-            while not others:
-                time.sleep(0.01)
-            bodies = [greedy(ids, 24, **on_rank(0)) for ids in asked]
-            answers = list(pool.map(lambda body: server.post("/generate", body), bodies))
-        finally:
-            done.set()
-        begun.result()
-    taken = [line.split()[1:] for line in steps.read_text()[len(before) :].splitlines()]
-    assert sum(tokens == requests for tokens, requests in taken) > 3
-    for ids, answer in others:
-        assert_oracle_chooses(oracle, ids, answer, TOLERANCE)
-    for ids, answer in zip(asked, answers, strict=True):
-        assert oracle.score(ids, answer["output_ids"], chunk=CHUNK).margin.max() <= 2 * TOLERANCE
-        turn = [*ids, *answer["output_ids"], *prompt(20, seed=13)]
-        warm = server.generate(turn, 4, **on_rank(0))
-        assert warm.cached == 128
-        assert_oracle_chooses(oracle, turn, warm, TOLERANCE)
-
-
 def test_a_decoding_rank_joins_the_prefill_steps_of_the_other(server: Server, oracle: Oracle, plugin: Path) -> None:
-    assert_a_rank_joins(server, oracle, plugin / "steps")
+    assert_a_rank_joins(server, oracle, plugin / "steps", TOLERANCE)
 
 
 def test_a_rank_joins_beside_idle_ranks(
@@ -134,7 +96,7 @@ def test_a_rank_joins_beside_idle_ranks(
     """SGLang leaves the batch as it is then, and gives the model a prefill step."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(4))
     with start("--tp-size", "4", "--dp-size", "4", "--chunked-prefill-size", "1024") as server:
-        assert_a_rank_joins(server, oracle, plugin / "steps")
+        assert_a_rank_joins(server, oracle, plugin / "steps", TOLERANCE)
 
 
 def test_benchmarks_count_the_tokens_of_both_ranks(server: Server) -> None:

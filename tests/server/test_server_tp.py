@@ -108,13 +108,13 @@ def check(server: Server, *arguments: str) -> Result:
 @pytest.mark.full
 def test_the_command_checks_all_processes(server: Server) -> None:
     """`check` covers all processes, while a request runs and with warm answers on an idle server."""
-    rest = server.begin(prompt(300, seed=50), 600, 2, rid="to-abort")
+    rest = server.begin(prompt(300, seed=50), 400, 2, rid="to-abort")
     server.post("/pause_generation", {"mode": "in_place"})
     busy = check(server)
     server.post("/continue_generation", {})
     assert busy.exit_code == 0, busy.output
     server.post("/abort_request", {"rid": "to-abort"})
-    assert len(rest().tokens) < 600
+    assert len(rest().tokens) < 400
     server.wait_idle()
     warm = check(server, "--prompts", "2")
     assert warm.exit_code == 0, warm.output
@@ -146,7 +146,7 @@ def test_the_command_names_what_is_wrong(server: Server, plugin: Path) -> None:
 @pytest.mark.full
 def test_failing_kernel_ends_both_processes(server: Server, plugin: Path) -> None:
     """A failing kernel in one process ends both immediately, without SGLang's wait of a minute for a GPU core dump."""
-    running_one = server.begin(prompt(30), 900, 2)
+    running_one = server.begin(prompt(30), 700, 2)
     with ends(server), broken(plugin, "a kernel fails"), pytest.raises(BROKEN_OFF):
         running_one()
     lines = server.log_text().splitlines()

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -447,6 +448,50 @@ def assert_burst(
     for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):
         assert len(got.tokens) == count
         assert distances(oracle, ids, got).max() <= tolerance
+
+
+def assert_a_rank_joins(server: Server, oracle: Oracle | OracleV41, steps: Path, tolerance: float) -> None:
+    """Assert that decode steps of rank 0 are recorded prefill steps of a token per request while rank 1 prefills, and
+    that answers and the next turns are right.
+
+    The only snapshots of the conversations, at 128 tokens, are taken in other steps. Requests with log-probabilities do
+    not join.
+
+    Args:
+        server: server with ranks of DP attention that runs prefill steps like graphs (recorded_prefills.py).
+        oracle: the model in fp32.
+        steps: file of these steps.
+        tolerance: largest |d log p|.
+    """
+    server.flush()
+    before = steps.read_text() if steps.exists() else ""
+    asked, others, done = [prompt(length, seed=length) for length in (125, 121, 117)], [], Event()
+
+    def keep_prefilling() -> None:
+        while not done.is_set():
+            ids = prompt(300, seed=20 + len(others))
+            others.append((ids, server.generate(ids, 1, **on_rank(1))))
+
+    with ThreadPoolExecutor(1 + len(asked)) as pool:
+        begun = pool.submit(keep_prefilling)
+        try:
+            while not others:
+                time.sleep(0.01)
+            bodies = [greedy(ids, 24, **on_rank(0)) for ids in asked]
+            answers = list(pool.map(lambda body: server.post("/generate", body), bodies))
+        finally:
+            done.set()
+        begun.result()
+    taken = [line.split()[1:] for line in steps.read_text()[len(before) :].splitlines()]
+    assert sum(tokens == requests for tokens, requests in taken) > 3
+    for ids, answer in others[:5]:
+        assert_oracle_chooses(oracle, ids, answer, tolerance)
+    for ids, answer in zip(asked, answers, strict=True):
+        assert oracle.score(ids, answer["output_ids"], chunk=CHUNK).margin.max() <= 2 * tolerance
+        turn = [*ids, *answer["output_ids"], *prompt(20, seed=13)]
+        warm = server.generate(turn, 4, **on_rank(0))
+        assert warm.cached == 128
+        assert_oracle_chooses(oracle, turn, warm, tolerance)
 
 
 def assert_right_around_one_block(server: Server, oracle: Oracle, tolerance: float) -> None:
