@@ -59,6 +59,7 @@ CONFIGURATIONS = {
     "eagle and host": Configuration((*EAGLE, *HOST), nextn=True),
     "ranks": Configuration(RANKS, ranks=2, gpus=2),
     "ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2),
+    "eagle ranks and host": Configuration((*EAGLE, *RANKS, *HOST), ranks=2, gpus=2, nextn=True),
     "v4.1": Configuration(v41=True),
     "v4.1 and host": Configuration(HOST, v41=True),
     "v4.1 ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2, v41=True),

@@ -23,7 +23,7 @@ VOCABULARY, WORKERS = 384, 2
 MODEL = {"seed": 0, "ratios": (0, 4), "heads": 64}
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS), "--disable-radix-cache")
-OPTIONS = FP32
+OPTIONS = {**FP32, "integrity_check": True}
 # Disable SGLang's 5 s pause for diagnostics before exit. The workers load the plugin by themselves.
 ENVIRONMENT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", NEW_WORKERS: "1"}
 # Requests of each kind. A connection may reach either worker.
@@ -67,6 +67,7 @@ def test_without_a_prefix_cache(server: Server, oracle: Oracle) -> None:
     got = server.generate(ids, 8)
     assert_oracle_chooses(oracle, ids, got, 1e-4)
     assert got.cached == 0 and server.generate(ids, 8) == got
+    server.wait_idle()
 
 
 def test_ended_scheduler_ends_all_workers(server: Server) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.features.integrity.owners import FREE, REQUESTS, Finding, PoolOwners
 from dsv4_sglang.srt.features.integrity.tree import AuditedTree
+from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.notes import RequestNote
 
 
@@ -33,7 +34,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
         requests: all requests that may hold memory: running, in a step, between chunks, or waiting.
     """
     holders, tables, allocator = list(requests), cache.req_to_token_pool, cache.token_to_kv_pool_allocator
-    tree = AuditedTree(cache) if hasattr(cache, "tree_core") else None  # none with --disable-radix-cache
+    tree = AuditedTree(cache) if isinstance(cache, PrefixCache) else None  # SGLang's own with --disable-radix-cache
     blocks = PoolOwners("block", range(1, allocator.size // BLOCK + 1))
     rows = PoolOwners("request row", range(1, tables.req_to_token.shape[0]))
     live = PoolOwners("state slot", range(1, tables.mamba_allocator.size + 1))
