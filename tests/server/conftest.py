@@ -95,8 +95,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def name(request: pytest.FixtureRequest) -> str:
     """Name of the server among SERVERS of the module. Empty if the module has one server."""
     name = getattr(request, "param", "")
-    if "two" in name and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
+    needed = 4 if "four" in name else 2 if "two" in name else 1
+    if 1 < needed > torch.cuda.device_count():
+        pytest.skip(f"needs {needed} GPUs")
     return name
 
 

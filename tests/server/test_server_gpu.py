@@ -65,6 +65,10 @@ SERVERS: dict[str, tuple[str, ...]] = {
     ),
     # 16 requests and chunks of 4,096 tokens per rank.
     "fp8, two ranks": (*LARGE, "8192", "--max-running-requests", "32", *RANKS),
+    "fp8, four ranks": (
+        *(*LARGE, "16384", "--max-running-requests", "64"),
+        *("--tp-size", "4", "--dp-size", "4", "--enable-dp-attention"),
+    ),
     "fp8, two ranks, 3 drafts": (*LARGE, "8192", "--max-running-requests", "32", *RANKS, *DRAFTS),
     "fp8, small, two ranks, 3 drafts": (
         *("--max-total-tokens", str(SMALL), "--max-running-requests", "128"),
@@ -201,11 +205,11 @@ def test_a_prefill_graph_beside_an_idle_rank(server: Server) -> None:
     assert_as_cold(server, asked)
 
 
-@only("fp8, two ranks")
+@only("fp8, two ranks", "fp8, four ranks")
 def test_a_decoding_rank_joins_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
-    """Prefill steps of a rank are graphs while the other decodes, and the next turns hit what was decoded in them.
+    """Prefill steps of a rank are graphs while another decodes, and the next turns hit what was decoded in them.
 
-    Steps with a rolling snapshot are eager. Requests with log-probabilities do not join.
+    Two of four ranks are idle. Steps with a rolling snapshot are eager. Requests with log-probabilities do not join.
     """
     asked, mark = [prompt(length, seed=90) for length in (70, 100, 130)], len(server.log_text())
     with ThreadPoolExecutor(len(asked)) as pool:
