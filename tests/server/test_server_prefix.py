@@ -33,7 +33,7 @@ GRAPH_TOKENS = 200
 # One layer of each kind. The indexer selects all entries. If it omitted some, scores that are equal up to rounding
 # could be ordered differently in a step with other requests (docs/design/prefix_policy.md).
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
-FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "6", "--enable-metrics")
+FLAGS = ("--dtype", "float32", "--context-length", "1792", "--max-running-requests", "6", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
 OPTIONS = {**FP32, "snapshot_interval": INTERVAL, "max_snapshots": 12, "integrity_check": True}
 
