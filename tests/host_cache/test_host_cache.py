@@ -18,6 +18,7 @@ from support.host_cache import OPERATIONS, WITH_BLOCKS, HostCacheServer
 from support.prefix_tree import BLOCK, TIMES, without_a_server
 
 from dsv4_sglang.cache.free_list import FreeRows
+from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.host_cache import saves as host_saves
 from dsv4_sglang.srt.host_cache.evictions import HostEvictionOrder
 from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
@@ -29,7 +30,7 @@ from dsv4_sglang.srt.memory.pools import CacheKVPool
 from dsv4_sglang.srt.prefix_cache import copy_timer, snapshot_schedule
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
-from dsv4_sglang.srt.sglang.tree import evict_from_host
+from dsv4_sglang.srt.sglang.tree import evict_from_device, evict_from_host
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -430,6 +431,30 @@ def test_unread_blocks_without_snapshot_are_evicted(monkeypatch: pytest.MonkeyPa
     server.check()
 
 
+def test_blocks_saved_for_an_evicted_end_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device evicts blocks without a snapshot that the end of a conversation on the host needs. To make room for
+    them, the host evicts this end."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=6)
+    cache, component = server.cache, server.component
+    for blocks in (2, 4):
+        server.serve(prompt(0, blocks))
+    server._make_room(20)
+    (trunk,) = cache.root_node.children.values()
+    assert server.serve(prompt(0, blocks=2)) == 2 * BLOCK
+    evict_from_host(cache, trunk, cache.components.values())
+    evict_from_device(component, trunk)
+    server.serve(prompt(1, blocks=4))
+    (other,) = (node for node in cache.root_node.children.values() if node is not trunk)
+    lock = cache.inc_host_lock_ref(other.id).to_dec_params()
+    assert cache.full_kv_pool_host.used_rows == 6
+    server._make_room(20)
+    cache.dec_host_lock_ref(other.id, lock)
+    server.check()
+    assert trunk.backuped and not trunk.children
+    assert cache.evict_host(1) == 2 * BLOCK and not trunk.backuped
+    server.check()
+
+
 def places(server: HostCacheServer) -> dict[str, set[int]]:
     """Return the conversations of `prompt` whose ends are on the device and on the host."""
     held: dict[str, set[int]] = {"device": set(), "host": set()}
@@ -636,6 +661,8 @@ def test_loaded_snapshot_of_used_node_is_locked(monkeypatch: pytest.MonkeyPatch)
     server.settle()
     assert component._slot(node) is None and component.slots.id_of(node) > 0
     lock = server.cache.inc_lock_ref(node.id)
+    found = audit(server.cache, server.running).findings
+    assert found and not any("its locks" in wrong for _, wrong in found), "locks without a holder, as in the registry"
     server.arrive(prompt(0))
     server.settle()
     slot, data = component._slot(node), node.component_data[component.component_type]

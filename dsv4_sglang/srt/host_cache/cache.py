@@ -163,25 +163,31 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
                 self.running_batch.batch_is_full = False
 
     def _execute_and_commit_kv_backup(self, action: Any, write_back: bool = False) -> int:
-        """Skip the copies that SGLang requests for inserted nodes. Nodes are saved together with their snapshots."""
-        return super()._execute_and_commit_kv_backup(action, write_back) if write_back else 0
+        """Skip the copies that SGLang requests for inserted nodes. Nodes are saved together with their snapshots.
+
+        What the device evicts is saved without a snapshot, for the nodes below it. The host may evict these to make
+        room for it, or their fetch brings nothing: then the path ends at the saved node.
+        """
+        if not write_back:
+            return 0
+        written = super()._execute_and_commit_kv_backup(action, write_back)
+        if written:
+            self.evictions.dangling.update(dict.fromkeys(map(self.tree_core.node_by_id, action.node_ids)))
+        return written
 
     def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
         """Evict a leaf of the device.
 
         Blocks after the last snapshot of a path have no value and are not saved. The exception is a node that others
         depend on: the host may have loaded the end of a path from a storage without the nodes above it, or is loading
-        it. If that fetch brings nothing, the path ends at this node.
+        it.
         """
         core = self.tree_core
         node = core.node_by_id(node_id)
         self.saves.save_now(node)
         fetching = any(data.host_lock_ref for data in node.component_data)
         with saving_on_eviction(core, fetching or bool(node.children)):
-            result = super()._evict_device_leaf(node_id, tracker)
-        if fetching:
-            self.evictions.dangling[node] = None
-        return result
+            return super()._evict_device_leaf(node_id, tracker)
 
     # Evictions from the device
 

@@ -215,11 +215,13 @@ class AuditedTree:
                 continue
             places[place] = node
             mamba = self._data(node)[1]
-            both = mamba.value is not None and mamba.host_value is not None
+            on_device = mamba.value is not None
+            both = on_device and mamba.host_value is not None
             for name, listed, there in (
                 ("its length", registry.length[place], length),
                 ("the snapshot before it", registry.previous[place], previous),
-                ("its locks", registry.locks[place], mamba.lock_ref),
+                # A request may lock a node without a snapshot, to which the host then fetches one.
+                ("its locks", registry.locks[place], mamba.lock_ref if on_device else 0),
                 ("its host copy", registry.copies.is_saved(place), both),
             ):
                 if listed != there:
