@@ -117,8 +117,9 @@ class Server(Endpoint):
 
     def _response(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
         """Wait for a response without a deadline. Fail if the server is stuck."""
-        progress = Progress(self.process)
-        while not select.select([connection.sock], [], [], POLL_SECONDS)[0]:
+        progress, answered = Progress(self.process), select.poll()  # also for descriptors beyond 1,023
+        answered.register(connection.sock, select.POLLIN)
+        while not answered.poll(1e3 * POLL_SECONDS):
             progress.check()
         return super()._response(connection)
 
