@@ -38,7 +38,7 @@ from benchmarks.command_line import MODELS
 from benchmarks.environment import gpu, used_memory
 from benchmarks.servers import Server
 from benchmarks.turns import REMAINDER, Conversations, Load
-from dsv4_sglang.model.geometry import BLOCK_TOKENS
+from dsv4_sglang.srt.memory.sizing import tokens_of_context
 
 TOKENS, DRY_TOKENS = 1_000_000, 1_000
 # Tokens of the context beyond the conversation: new tokens and answers.
@@ -126,7 +126,7 @@ class Bench(retract.Bench):
             flags += ["--mem-fraction-static", str(self.args.memory)]
             flags += ["--cuda-graph-bs-decode", *map(str, GRAPH_BATCHES)]
         if self.from_host:
-            flags += ["--max-total-tokens", str(self.context + 2 * BLOCK_TOKENS)]
+            flags += ["--max-total-tokens", str(tokens_of_context(self.context))]
             flags += ["--enable-hierarchical-cache", "--hicache-ratio", str(HOST_RATIO)]
         return flags
 

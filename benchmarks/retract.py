@@ -40,7 +40,7 @@ from typing import Any
 from benchmarks import bench, command_line, report, servers
 from benchmarks.client import deliveries
 from benchmarks.servers import Server
-from dsv4_sglang.model.geometry import BLOCK_TOKENS
+from dsv4_sglang.srt.memory.sizing import SPARE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Bench(bench.Bench):
 
     def pools(self) -> list[str]:
         """Return the flags of a server whose pool has room for one long and one short request."""
-        flags = ["--max-total-tokens", str(self.plan.pool), "--context-length", str(self.plan.pool - 2 * BLOCK_TOKENS)]
+        flags = ["--max-total-tokens", str(self.plan.pool), "--context-length", str(self.plan.pool - SPARE_TOKENS)]
         flags += ["--max-running-requests", "8", "--enable-metrics"]
         if self.args.dry_run:
             return flags

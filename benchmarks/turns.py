@@ -45,6 +45,7 @@ from benchmarks.bench import Bench, OutOfTime, append_rows, settle
 from benchmarks.client import Answer, Client
 from benchmarks.report import spread
 from benchmarks.turnover import Turnover
+from dsv4_sglang.srt.memory.sizing import SPARE_TOKENS
 
 ANSWER_TOKENS = 16
 # SGLang's page, and the tokens of a conversation after its last whole page.
@@ -225,7 +226,7 @@ def tier_flags(args: argparse.Namespace) -> list[str]:
     room = math.ceil(max(load.room for load in args.loads) / PAGE) * PAGE
     requests = max(2, *(load.at_once for load in args.loads))
     # The pool must serve a request of the context length. Fillers are the longest prompts, unless a load is longer.
-    context = max(min(room, FILLER_TOKENS), *(load.room // load.at_once for load in args.loads)) - PAGE
+    context = max(min(room, FILLER_TOKENS), *(load.room // load.at_once for load in args.loads)) - SPARE_TOKENS
     return [
         *("--max-total-tokens", str(room), "--max-running-requests", str(requests)),
         *("--context-length", str(context)),

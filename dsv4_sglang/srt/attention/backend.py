@@ -320,8 +320,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if forward_batch.forward_mode.is_idle():
             # An idle rank of DP attention joins a step of the other ranks with padding tokens.
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
-        prefills = forward_batch.forward_mode.is_extend_without_speculative()
-        if self.is_draft and not prefills and not self.has_metadata_of(q):
+        padded = self.is_draft and not self.has_metadata_of(q)
+        if padded and not forward_batch.forward_mode.is_extend_without_speculative():
             # DP attention pads eager steps of a draft model after its worker has asked for their metadata.
             self.init_forward_metadata(forward_batch)
         step, number, window = self.step_of_tokens(q), layer.layer_id, None

@@ -12,6 +12,10 @@ GIB = 1 << 30
 # Default share of snapshots in the memory that the weights leave (docs/benchmarks/results.md).
 SNAPSHOT_SHARE = 1 / 12
 MAX_STAGING = 64
+# Tokens of a pool beyond a request of the context length. SGLang counts a block more than a request has, and cuts an
+# answer as if it began in a block of its own. In a smaller pool a long prompt would get no tokens, or wait forever, and
+# with it all requests behind it.
+SPARE_TOKENS = 2 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,8 @@ def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: 
 
 
 def tokens_of_context(context_len: int) -> int:
-    """Return the tokens of the smallest pool that serves all requests of the context length.
-
-    SGLang counts a block more than a request has, and cuts an answer as if it began in a block of its own. In a smaller
-    pool a long prompt would get no tokens, or wait forever, and with it all requests behind it.
-    """
-    return (-(-context_len // BLOCK) + 2) * BLOCK
+    """Return the tokens of the smallest pool that serves all requests of the context length."""
+    return -(-context_len // BLOCK) * BLOCK + SPARE_TOKENS
 
 
 def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:
@@ -138,7 +138,7 @@ def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: 
         raise LaunchError(
             f"the KV cache is too small for one request of the context length: {reason} {tokens} tokens, and "
             f"--context-length {context_len} needs {needed} ({needed * layout.token_bytes / GIB:.2f} GiB). What fits: "
-            f"--context-length {max(0, tokens - 2 * BLOCK)}. Or give more memory (--mem-fraction-static, "
+            f"--context-length {max(0, tokens - SPARE_TOKENS)}. Or give more memory (--mem-fraction-static, "
             f"--max-total-tokens) or fewer state slots (--max-running-requests; {layout.slot_bytes / 1e6:.2f} MB a "
             f"slot)"
         )
