@@ -20,6 +20,7 @@ from support.server import (
     Generated,
     Server,
     assert_as_cold,
+    assert_as_near_as_the_format,
     assert_drafts_are_accepted,
     assert_near,
     greedy,
@@ -206,11 +207,13 @@ def test_a_prefill_graph_beside_an_idle_rank(server: Server) -> None:
 
 
 @only("fp8, two ranks", "fp8, four ranks")
-def test_a_decoding_rank_joins_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
+def test_a_decoding_rank_joins_prefill_graphs(server: Server, oracle: Oracle) -> None:
     """Prefill steps of a rank are graphs while another decodes, and the next turns hit what was decoded in them.
 
     Two of four ranks are idle. Steps with a rolling snapshot are eager. Requests with log-probabilities do not join.
+    The decoded tokens differ from run to run, and after some of them the formats alone are 0.13 from fp32.
     """
+    server.flush()
     asked, mark = [prompt(length, seed=90) for length in (70, 100, 130)], len(server.log_text())
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [pool.submit(server.post, "/generate", greedy(ids, 500, **on_rank(0))) for ids in asked]
@@ -223,7 +226,7 @@ def test_a_decoding_rank_joins_prefill_graphs(server: Server, check: Callable[[A
     prompts = [[*ids, *answer.result()["output_ids"], *prompt(20, seed=91)] for ids, answer in zip(asked, answers)]
     warm = [server.generate(ids, GENERATED, **on_rank(0)) for ids in prompts]
     assert [got.cached for got in warm] == [(len(ids) + 499) // 128 * 128 for ids in asked]
-    check(list(zip(prompts, warm)))
+    assert_as_near_as_the_format(oracle, list(zip(prompts, warm)))
 
 
 @only("fp8, two ranks")
