@@ -145,8 +145,8 @@ def test_the_site_has_every_page() -> None:
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
 HINTS = ROOT / "docs" / "guides" / "hints.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
-FLASH, ROUNDS, ROUNDS4 = "turns_v4flash_tp2", "serve_eagle3_v4flash_tp2", "turns_v4flash_fp4_tp4_eagle"
-TP4, DP4 = "turns_v4flash_fp4_tp4", "turns_v4flash_fp4_dp4"
+FLASH, TP4, DP4 = "turns_v4flash_tp2", "turns_v4flash_fp4_tp4", "turns_v4flash_fp4_dp4"
+EAGLE = "serve_eagle3_v4flash_tp2", f"{TP4}_eagle", f"{DP4}_eagle"
 AGENTS = {"scenario": "trace", "part": "155 conversations"}
 V41 = "turns_v41wide"
 # Servers of the columns.
@@ -205,16 +205,18 @@ FIGURES = [
         )
     ),
     *(
-        (RESULTS, f"{n} clients, 8K in, 1K out, tokens/s/GPU", (TP4,), {"load": f"8192+1024x{n}"}, "value", "{:,.0f}")
-        for n in (16, 64)
+        (RESULTS, f"{n} clients, 8K in, 1K out, tokens/s/GPU", names, {"load": f"8192+1024x{n}"}, "value", "{:,.0f}")
+        for n, names in ((16, (TP4,)), (64, (TP4, DP4)))
+    ),
+    *(
+        (RESULTS, label, (f"{TP4}_host",), {"load": f"20000+200x{n}"}, "first_token_ms", form)
+        for label, n, form in (
+            ("first token of a hit from the host", 1, "{:.1f}/{:.1f} ms"),
+            ("8 hits from the host at once", 8, "{:,.0f}/{:,.0f} ms"),
+        )
     ),
     (RESULTS, "agents, 1.56 M live tokens: hits, %", ("prefix_trace",), AGENTS, "hit_of_ideal", "{:.1%}"),
-    (RESULTS, "tokens in the cache", (ROUNDS, ROUNDS4), {"measure": TOKENS}, "value", "{:,.0f}"),
-    (README, "tokens in the cache with EAGLE, 3 drafts", (ROUNDS, ROUNDS4), {"measure": TOKENS}, "value", "{:.1f} M"),
-    *(
-        (RESULTS, f"speculative round, {n}", (ROUNDS, ROUNDS4), {"at": int(n.split()[0])}, "step_ms", "{:.1f} ms")
-        for n in ("1 request", "16 requests", "64 requests", "256 requests")
-    ),
+    (README, "tokens in the cache with EAGLE, 3 drafts", EAGLE[:2], {"measure": TOKENS}, "value", "{:.1f} M"),
     (README, "tokens in the cache", (V41,), {"measure": TOKENS}, "value", "{:.1f} M"),
     (README, "first token of a hit, 200 new tokens", (V41,), {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
     (RESULTS, "first token of a hit", (V41,), {"load": "20000+200x1"}, "first_token_ms", "{:.1f}/{:.1f} ms"),
@@ -263,6 +265,26 @@ def test_figures_are_those_of_the_results(
         millions = form.endswith(" M")
         cells.append(form.format(*(value / 1e6 if millions else value for value in values)).removesuffix("%"))
     assert f"| {label} | {' | '.join(cells)} |" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("label", "at", "field", "form"),
+    [
+        ("tokens in the cache, million", None, "value", "{:.2f}/{:.2f}"),
+        *(
+            (f"speculative round, {n} request{'s' * (n > 1)}", n, "step_ms", "{:.1f}/{:.1f} ms")
+            for n in (1, 16, 64, 256)
+        ),
+    ],
+)
+def test_figures_of_speculation(label: str, at: int | None, field: str, form: str) -> None:
+    cells = []
+    for name in EAGLE:
+        wanted = {"measure": DECODE, "at": at} if at else {"measure": TOKENS}
+        of = {row["subject"]: row[field] for row in rows_of(name) if wanted.items() <= row.items()}
+        ours, sglang = (next(of[subject] for subject in subjects if subject in of) for subjects in COLUMNS)
+        cells.append(form.format(ours, sglang) if at else form.format(ours / 1e6, sglang / 1e6))
+    assert f"| {label} | {' | '.join(cells)} |" in RESULTS.read_text()
 
 
 def test_figures_of_a_million_tokens() -> None:
