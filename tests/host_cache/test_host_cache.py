@@ -365,6 +365,49 @@ def test_eviction_candidates_are_saved_early(monkeypatch: pytest.MonkeyPatch, po
     server.check_contents()
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The count of waits for saves. No snapshot is saved before it must be."""
+    monkeypatch.setattr(host_saves, "MAX_SAVE_BYTES", 0)
+    monkeypatch.setattr(host_saves.HostSaves, "save_next_evicted", lambda *_: None)
+    count, finish = Counter[str](), TransferController.finish_saves
+
+    def counted(controller: TransferController) -> None:
+        count["waits"] += 1
+        finish(controller)
+
+    monkeypatch.setattr(TransferController, "finish_saves", counted)
+    return count
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_large_eviction_waits_once(monkeypatch: pytest.MonkeyPatch, waits: Counter[str], policy: str) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=40)
+    for line in range(6):
+        server.serve(prompt(line))
+    assert places(server) == {"device": set(range(6)), "host": set()}
+    server._make_room(40)
+    assert places(server) == {"device": set(), "host": set(range(6))}
+    assert waits["waits"] == 1
+    server.check()
+    server.check_contents()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evictions_of_slots_wait_once(monkeypatch: pytest.MonkeyPatch, waits: Counter[str], policy: str) -> None:
+    """Snapshots of eight conversations leave their slots. Their blocks stay on the device."""
+    server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=60, snapshots=8)
+    for line in range(8):
+        server.serve(prompt(line, blocks=3))
+    assert places(server) == {"device": set(range(8)), "host": set()}
+    slots = server.component.slots_for_load(8)
+    assert slots is not None and places(server) == {"device": set(), "host": set(range(8))}
+    assert waits["waits"] == 1
+    server.component.slots.give_back(slots.tolist())
+    server.check()
+    server.check_contents()
+
+
 def test_superseded_snapshots_evict_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A superseded snapshot evicts no blocks of others from a full host.
 

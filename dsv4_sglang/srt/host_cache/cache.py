@@ -205,6 +205,7 @@ class HostPrefixCache(PrefixCache, HostCacheContract):
         """
         blocks = self.token_to_kv_pool_allocator
         wanted = blocks.available_size() + params.num_tokens
+        self.saves.save_evicted(params.num_tokens)
         result = evict(params)
         if (missing := wanted - blocks.available_size()) > 0 and self.finish_saves():
             result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted

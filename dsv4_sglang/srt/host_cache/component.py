@@ -122,7 +122,7 @@ class HostSnapshotComponent(SnapshotComponent):
         return super().evict_component(node, device_frees, host_frees, cache_actions, target)
 
     def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
-        self.cache.saves.save_now(node)
+        self.cache.saves.save_for_slot(node)
         super()._evict_snapshot(node)
 
     # Copies

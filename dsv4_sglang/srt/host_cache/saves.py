@@ -25,6 +25,10 @@ MAX_SAVE_BYTES = 256 << 20
 # rarely waits for a save. With a larger share the host would hold more duplicates.
 MARGIN = 32
 
+# Number of snapshots that are saved together when one must be for its slot. The wait for a copy includes the running
+# step, and requests that arrive together need a slot each.
+SLOTS_TOGETHER = 8
+
 
 class SavePlan(NamedTuple):
     """The save of a snapshot and the blocks up to it.
@@ -125,15 +129,33 @@ class HostSaves:
                     left -= self._save(slots.nodes[slot]) or 0
         self._last_search = search if left > 0 else None
 
+    def save_evicted(self, tokens: int) -> None:
+        """Save the snapshots that an eviction of this many tokens removes. Those of the margin are saved already."""
+        if tokens > self.cache.token_to_kv_pool_allocator.size // MARGIN:
+            self._save_leaving(tokens, 0, CANDIDATES)
+
+    def save_for_slot(self, node: UnifiedTreeNode) -> None:
+        """Save a node's snapshot, whose slot is evicted, and the next ones with it if it is unsaved."""
+        if self.is_unsaved(self.cache.component.slots.id_of(node)):
+            self._save_leaving(0, SLOTS_TOGETHER, SLOTS_TOGETHER)
+        self.save_now(node)
+
     def save_all(self) -> None:
-        """Save all snapshots of the device, as far as the host has room, the most valuable first, and wait."""
+        """Save all snapshots of the device, as far as the host has room."""
         slots = self.cache.component.slots
-        leaving = self._search_next_evicted(
-            self.cache.token_to_kv_pool_allocator.size, slots.num_slots, slots.num_slots
-        )
-        for slot in reversed(leaving):
-            if slot in slots.nodes:
-                self.save_now(slots.nodes[slot])
+        self._save_leaving(self.cache.token_to_kv_pool_allocator.size, slots.num_slots, slots.num_slots)
+
+    def _save_leaving(self, tokens: int, rows: int, most: int) -> None:
+        """Save the snapshots that the device evicts next in one batch of copies, and wait for it.
+
+        `save_now` would wait for each, and the host would evict copies of the next ones as duplicates. The most
+        valuable come first. So do those above others on a path, whose blocks are not being copied yet then.
+        """
+        leaving, nodes = self._search_next_evicted(tokens, rows, most), self.cache.component.slots.nodes
+        with self.cache.cache_controller.batch_backups():
+            saved = [self._save(nodes[slot]) for slot in reversed(leaving) if self.is_unsaved(slot)]
+        if any(size is not None for size in saved):
+            self.cache.finish_saves()
 
     def _search_next_evicted(self, tokens: int, rows: int, most: int) -> list[int]:
         """Search and mark the snapshots that the device evicts next (`EvictionPolicy.next_evicted`). Return those that
