@@ -196,10 +196,11 @@ def serve_until_killed(seed: int, pipe: Any) -> None:
 
 
 def run_and_kill(operations: int, seed: int) -> Counter[str]:
-    """Run two servers until they have made this many operations. Kill one of them again and again."""
+    """Run two servers until they have made this many operations, in at least five starts. Kill one of them again and
+    again."""
     context, rng, total = multiprocessing.get_context("fork"), random.Random(seed), Counter[str]()
     servers: dict[int, Any] = {}
-    while total["operations"] < operations:
+    while total["operations"] < operations or total["starts"] < 5:
         for who in range(2):
             if who not in servers:
                 here, there = context.Pipe(duplex=False)
@@ -229,7 +230,7 @@ def run_and_kill(operations: int, seed: int) -> Counter[str]:
 def test_killed_servers_leave_right_pages(folder: Path) -> None:
     """Two servers find pages of each other and of those before them. Sizes change at each start."""
     total = run_and_kill(2000 * TIMES, 1)
-    assert total["from storage"] > 0 and total["starts"] > 4, total
+    assert total["from storage"] > 0, total
     segments = list(stored_segments(folder))
     assert sum(segment.pages for segment in segments) > 0
     assert not [page for segment in segments for page in segment.damaged()]

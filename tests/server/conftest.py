@@ -18,7 +18,6 @@ from support.segments import VARIABLE, new_folder
 from support.server import CPU, Server, on_rank, running
 from support.server_plugin import plugged
 
-from benchmarks.servers import one_core_each
 from dsv4_sglang.testing.tiny import make_tiny
 from dsv4_sglang.testing.tiny_config import TinySpec
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
@@ -165,8 +164,6 @@ def server(
     """
     own = getattr(request.module, "ENVIRONMENTS", {}).get(name, {})
     environment = {**getattr(request.module, "ENVIRONMENT", {}), **own}
-    if CPU and "--tp-size" in flags:
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = one_core_each(int(flags[flags.index("--tp-size") + 1]))
     log = tmp_path_factory.mktemp("server") / "log"
     with (
         patch.dict(os.environ, environment),

@@ -31,7 +31,6 @@ from support.server import (
 from support.server_plugin import broken
 
 from benchmarks import ports
-from benchmarks.servers import one_core_each
 from dsv4_sglang.cli.server import RequestError
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
@@ -176,9 +175,8 @@ def assert_cold_and_hits(pair: Disaggregated, oracle: Oracle, seed: int) -> None
     assert found[-1].cached == 384
 
 
-def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path) -> None:
     """With TP 2, process i of one server sends to process i of the other."""
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = (*FLAGS, "--tp-size", "2", "--max-total-tokens", "4096")
     with a_pair(model, tmp_path, flags, **OPTIONS) as pair:
         assert_cold_and_hits(pair, oracle, seed=43)
@@ -187,11 +185,10 @@ def test_two_processes_each(model: Path, oracle: Oracle, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("sizes", [("2", "1"), ("1", "2")], ids=["two to one", "one to two"])
 def test_other_numbers_of_processes(
-    model: Path, oracle: Oracle, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[str, str]
+    model: Path, oracle: Oracle, plugin: Path, tmp_path: Path, sizes: tuple[str, str]
 ) -> None:
     """The TP sizes of the servers may differ. One process of the prefill server sends to each process of the decode
     server. A slot that stays behind shows, so the state is transferred too."""
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     prefill, decode = (("--tp-size", size) for size in sizes)
     with a_pair(model, tmp_path, (*FLAGS, "--max-total-tokens", "4096"), prefill, decode, **OPTIONS) as pair:
         assert_cold_and_hits(pair, oracle, seed=44)

@@ -27,7 +27,7 @@ from support.server import (
 )
 from typer.testing import CliRunner
 
-from benchmarks.servers import max_total_tokens, one_core_each
+from benchmarks.servers import max_total_tokens
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.cli.top import scaled
@@ -88,13 +88,9 @@ def test_a_decoding_rank_joins_the_prefill_steps_of_the_other(server: Server, or
 
 
 def test_a_rank_joins_beside_idle_ranks(
-    start: Callable[..., AbstractContextManager[Server]],
-    oracle: Oracle,
-    plugin: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., AbstractContextManager[Server]], oracle: Oracle, plugin: Path
 ) -> None:
     """SGLang leaves the batch as it is then, and gives the model a prefill step."""
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(4))
     with start("--tp-size", "4", "--dp-size", "4", "--chunked-prefill-size", "1024") as server:
         assert_a_rank_joins(server, oracle, plugin / "steps", TOLERANCE)
 

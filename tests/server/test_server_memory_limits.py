@@ -35,8 +35,6 @@ from support.shm_servers import (
     wait_for_pages,
 )
 
-from benchmarks.servers import one_core_each
-
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
 __all__ = ["FLAGS", "MODEL", "OPTIONS"]  # for fixtures
@@ -102,7 +100,6 @@ def test_system_ends_a_process_for_lack_of_memory(start: Start, segments: Path) 
     start = partial(start, "--tp-size", "2")
     with (
         control_group(f"dsv4_sglang-test-{os.getpid()}") as group,
-        patch.dict(os.environ, {"SGLANG_CPU_OMP_THREADS_BIND": one_core_each(2)}),
         start() as other,
     ):
         with patch.object(server_module, "launched", partial(launched_in, group)), start() as server:

@@ -28,8 +28,6 @@ from support.server import (
 )
 from support.server_plugin import broken
 
-from benchmarks.servers import one_core_each
-
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
 
 TOLERANCE = 1e-4
@@ -107,7 +105,6 @@ def test_killed_processes_leave_nothing(model: Path, plugin: Path, tmp_path: Pat
     environment = {
         **ENVIRONMENT,
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder),
-        "SGLANG_CPU_OMP_THREADS_BIND": one_core_each(2),
     }
     flags = (*FLAGS, "--hicache-storage-backend", "file", "--hicache-write-policy", "write_through")
     with patch.dict(os.environ, environment):

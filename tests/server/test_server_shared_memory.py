@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import pytest
@@ -27,7 +25,6 @@ from support.shm_servers import (
     wait_until_unused,
 )
 
-from benchmarks.servers import one_core_each
 from dsv4_sglang.srt.host_cache.folder import USED
 from dsv4_sglang.srt.host_cache.stored_segments import stored_segments
 
@@ -102,32 +99,31 @@ def test_killed_processes_of_a_group(start: Start, segments: Path, plugin: Path)
     """
     kept, interrupted = prompt(400, seed=50), prompt(400, seed=51)
     flags, found = ("--tp-size", "2"), []
-    with patch.dict(os.environ, {"SGLANG_CPU_OMP_THREADS_BIND": one_core_each(2)}):
-        with start(*flags) as server:
-            reference = server.generate(kept)
-            wait_for_pages(server, segments, PAGES)
-            with ends(server), broken(plugin, "a process is killed in a save"), pytest.raises(BROKEN_OFF):
-                server.generate(interrupted)
-                server.generate(prompt(5))
-                server.generate(prompt(6))
-        with start(*flags) as server:
-            assert server.generate(interrupted).cached == 0
-            found.append(server.generate(kept))
-            empty_device(server)
-            with ends(server), broken(plugin, "a process is killed in a load"), pytest.raises(BROKEN_OFF):
-                server.generate(kept)
-        with start(*flags) as server:
-            found.append(server.generate(kept))
-            answer = server.begin(kept, 500, 2)
-            with ends(server) as processes:
-                owner, other = schedulers(processes)
-                assert opened(owner, segments) > opened(other, segments)
-                owner.kill()
-                with pytest.raises(BROKEN_OFF):
-                    answer()
-        with start(*flags) as server:
-            found.append(server.generate(kept))
-            server.wait_idle()
+    with start(*flags) as server:
+        reference = server.generate(kept)
+        wait_for_pages(server, segments, PAGES)
+        with ends(server), broken(plugin, "a process is killed in a save"), pytest.raises(BROKEN_OFF):
+            server.generate(interrupted)
+            server.generate(prompt(5))
+            server.generate(prompt(6))
+    with start(*flags) as server:
+        assert server.generate(interrupted).cached == 0
+        found.append(server.generate(kept))
+        empty_device(server)
+        with ends(server), broken(plugin, "a process is killed in a load"), pytest.raises(BROKEN_OFF):
+            server.generate(kept)
+    with start(*flags) as server:
+        found.append(server.generate(kept))
+        answer = server.begin(kept, 500, 2)
+        with ends(server) as processes:
+            owner, other = schedulers(processes)
+            assert opened(owner, segments) > opened(other, segments)
+            owner.kill()
+            with pytest.raises(BROKEN_OFF):
+                answer()
+    with start(*flags) as server:
+        found.append(server.generate(kept))
+        server.wait_idle()
     for got in found:
         assert got.cached == FOUND
         assert_same(got, reference, TOLERANCE)
@@ -143,19 +139,18 @@ def test_ranks_find_rows_of_each_other(start: Start, segments: Path) -> None:
     """Each rank of DP attention has a segment, finds the conversations of the other, and its own after a restart."""
     other = prompt(400, seed=1)
     flags = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
-    with patch.dict(os.environ, {"SGLANG_CPU_OMP_THREADS_BIND": one_core_each(2)}):
-        with start(*flags) as server:
-            first = server.generate(PROMPT, **on_rank(0))
-            wait_for_pages(server, segments, PAGES)
-            got = server.generate(PROMPT, **on_rank(1))
-            assert got.cached == FOUND
-            assert_same(got, first, TOLERANCE)
-            assert server.generate(other, **on_rank(1)).cached == 0
-            wait_for_pages(server, segments, 3 * PAGES)
-            kill(server)
-        with start(*flags) as server:
-            for rank in (0, 1):
-                for ids in (PROMPT, other):
-                    assert server.generate(ids, **on_rank(rank)).cached == FOUND
-            server.wait_idle()
+    with start(*flags) as server:
+        first = server.generate(PROMPT, **on_rank(0))
+        wait_for_pages(server, segments, PAGES)
+        got = server.generate(PROMPT, **on_rank(1))
+        assert got.cached == FOUND
+        assert_same(got, first, TOLERANCE)
+        assert server.generate(other, **on_rank(1)).cached == 0
+        wait_for_pages(server, segments, 3 * PAGES)
+        kill(server)
+    with start(*flags) as server:
+        for rank in (0, 1):
+            for ids in (PROMPT, other):
+                assert server.generate(ids, **on_rank(rank)).cached == FOUND
+        server.wait_idle()
     assert len(list(stored_segments(segments))) == 2

@@ -32,7 +32,6 @@ from support.server import (
 from support.server_plugin import broken
 from transformers import DynamicCache
 
-from benchmarks.servers import one_core_each
 from dsv4_sglang.srt.plugin.server_context import GREEDY_ON_CPU
 
 pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.usefixtures("plugin")]
@@ -138,10 +137,9 @@ def test_replay_of_opaque_ids(server: Server, oracle: Oracle) -> None:
     assert_replays_are_equal(server, oracle, TOLERANCE)
 
 
-def test_ranks_of_dp_attention(start: Start, oracle: Oracle, apart: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_dp_attention(start: Start, oracle: Oracle, apart: Compare) -> None:
     """Tokens and drafts are right beside a rank that prefills, and in steps that SGLang pads to those of the other."""
     asked = [("first", prompt(20, seed=50), 0), ("second", prompt(300, seed=51), 0), ("other", prompt(600, seed=52), 1)]
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = ("--dp-size", "2", "--enable-dp-attention", "--chunked-prefill-size", "256")
     with start(*flags) as server, ThreadPoolExecutor(len(asked)) as pool:
         waiting = [

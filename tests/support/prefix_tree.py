@@ -210,9 +210,14 @@ class BlockOwner:
             actions[kind] = {"seconds": rng.randint(1, 9), "weight": rng.choice((2, 8))} if kind == "retain" else {}
         if rng.random() < 0.5:
             pin = {"name": rng.choice("abc"), "seconds": rng.randint(0, 20)}
-            earlier = [(("", of.name), MAX_LENGTH) for other in self.running if (of := hints_of(other.kv_hints).pin)]
+            earlier = [
+                ((other.cache_salt or "", of.name), MAX_LENGTH)
+                for other in self.running
+                if (of := hints_of(other.kv_hints).pin)
+            ]
+            key = request.cache_salt or "", str(pin["name"])
             with suppress(ValueError):
-                self.cache.pins.check(("", str(pin["name"])), min(MAX_LENGTH, request.prompt + 4 * BLOCK), earlier)
+                self.cache.pins.check(key, min(MAX_LENGTH, request.prompt + 4 * BLOCK), earlier)
                 actions["pin"] = pin
         request.kv_hints = hints(**actions)
 

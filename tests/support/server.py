@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -31,6 +32,7 @@ from reference.oracle import Oracle
 from reference.oracle_v41 import OracleV41
 
 from benchmarks import ports
+from benchmarks.servers import one_core_each
 from dsv4_sglang.cli.client import Server as Client
 from dsv4_sglang.cli.client import samples
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
@@ -256,13 +258,17 @@ class Server(Endpoint):
 def launched(model: Path, log: Path, flags: Sequence[str], options: dict[str, Any]) -> Iterator[Process]:
     """Start the server's process in a new process group, and stop it at the end.
 
-    On a GPU, DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
+    On a CPU each process of tensor parallelism gets cores of its own. On a GPU, DSV4_SGLANG_TEST_FLAGS holds additional
+    flags that SGLang needs on this machine.
     """
     if not CPU:
         flags = [*flags, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))]
     overrides = json.dumps({OPT_IN_KEY: options})
     command = server_command(str(model), ["--host", "127.0.0.1", *flags, OPT_IN_FLAG, overrides], cpu=CPU)
     if CPU:
+        sizes = [int(value) for flag, value in pairwise(flags) if flag == "--tp-size"]
+        if sizes and sizes[-1] > 1:
+            command.environment["SGLANG_CPU_OMP_THREADS_BIND"] = one_core_each(sizes[-1])
         process: Process = server_forkserver.start(command, log)
     else:
         with log.open("wb") as output:

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import AbortReq, RpcReqInput
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.features.integrity.report import requests_of
+from dsv4_sglang.srt.memory.sizing import tokens_of_context
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.hints import NONE, hints_of
 from dsv4_sglang.srt.prefix_cache.pins import PinKey
@@ -93,7 +94,7 @@ def limit_pins(scheduler: Any, percent: int, tenant_percent: int) -> None:
     cache = scheduler.tree_cache
     if isinstance(cache, PrefixCache):
         size = cache.token_to_kv_pool_allocator.size
-        longest = -(-scheduler.model_config.context_len // BLOCK) * BLOCK
+        longest = tokens_of_context(scheduler.model_config.context_len)
         cache.pins.most_tokens = max(0, min(size * percent // 100, size - longest))
         cache.pins.tenant_percent = tenant_percent
         cache.pins.most_pins = cache.req_to_token_pool.mamba_ckpt_pool.num_slots * percent // 100
