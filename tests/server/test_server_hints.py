@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,15 @@ def test_a_stream_is_rejected_too(server: Server) -> None:
     with server.send("/generate", body) as response:
         text = response.read().decode()
     assert "kv_hints: the pin 'agent' asks for" in text
+
+
+@only("one")
+def test_a_request_of_the_context_length_beside_pins(start: Callable[..., AbstractContextManager[Server]]) -> None:
+    """SGLang admits a request only if the pool has room for two blocks more than it needs."""
+    with start("--max-total-tokens", str(1024 + 6 * BLOCK), pin_percent=90) as server:
+        assert rejected(server, prompt(5 * BLOCK - 1), kv_hints=pin())
+        server.generate(prompt(4 * BLOCK - 1), 1, kv_hints=pin())
+        assert len(server.generate(prompt(1000, seed=1), 20).tokens) == 20
 
 
 @only("one")
