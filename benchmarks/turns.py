@@ -13,8 +13,9 @@ hit tokens from the requested tier. Prompts are token ids (`input`), so no serve
 take turns over the ranks, and the turns of a conversation go to its rank, as a cache-aware router sends them.
 
 Times are measured by the client over HTTP. The first load runs once unmeasured, so that the warm-up of a server does
-not count against it. Each load first runs at least two untimed rounds, and more until a round is less than 3x faster
-than the previous one. `slow_rounds` counts timed rounds that took more than 3x the median.
+not count against it. Each load first computes every number of tokens that a step of it may have, then runs at least two
+untimed rounds, and more until a round is less than 3x faster than the previous one. `slow_rounds` counts timed rounds
+that took more than 3x the median.
 
 With --tier host the device holds just the largest load. Before each round other conversations fill it, which are loaded
 from the host themselves. SGLang's host cache hits more with `--flags "--swa-full-tokens-ratio 0.5"`.
@@ -53,6 +54,8 @@ PAGE, REMAINDER = 256, 32
 # Longest prompt that fills the device before a round from the host.
 FILLER_TOKENS = 131_072
 HOST_RATIO, ROUNDS, WARM_ROUNDS = 4, 9, 20
+# Tokens of a prefill step, SGLang's default on an H200.
+STEP_TOKENS = 8192
 DRY_LOADS = "800+20x1,800+20x2"
 LOADS = ",".join(
     f"{tokens}+{new}x{at_once}"
@@ -155,6 +158,7 @@ class Conversations:
         Raises:
             OutOfTime: no timed round was possible.
         """
+        self._warm_steps(load)
         warm = settle(lambda: self._timed_round(load)[0], 3, WARM_ROUNDS)
         timed: list[tuple[float, list[Answer]]] = []
         wanted = self.rounds * (3 if load.at_once == 1 else 1)
@@ -197,10 +201,22 @@ class Conversations:
             "tier_share": round(sum(turn.of_tiers[self.tier] for turn in turns) / max(1, sum(cached)), 4),
         }
 
-    def _timed_round(self, load: Load) -> tuple[float, list[Answer]]:
-        """Run one turn of each conversation of a load. Return the seconds and the answers."""
+    def _warm_steps(self, load: Load) -> None:
+        """Begin the conversations of a load. Compute as many tokens as steps with two, three and more turns have.
+
+        When turns arrive decides how many a step has. The first step of a size loads kernels or its graph, which took
+        up to two seconds on four GPUs.
+        """
         while len(self.prefixes.get(load.tokens, [])) < load.at_once:
             self.begin(load)
+        of_turn = load.new + REMAINDER
+        for turns in range(2, min(load.at_once, STEP_TOKENS // of_turn) + 1):
+            self._check_time()
+            prompt = self.prefixes[load.tokens][0] + array("i", self.prompt(turns * of_turn - REMAINDER))
+            self.client.generate(prompt, 1, **self._rank(0))
+
+    def _timed_round(self, load: Load) -> tuple[float, list[Answer]]:
+        """Run one turn of each conversation of a load. Return the seconds and the answers."""
         self._check_time()
         if self._fillers:
             together([self.client.prepared(filler, ANSWER_TOKENS) for filler in self._fillers])
