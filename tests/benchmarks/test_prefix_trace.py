@@ -198,7 +198,9 @@ def test_turns_hit_exactly_the_prefix(server: FakeServer) -> None:
     row = held.measure(turns.Load.parse("600+20x8"))
     assert (row["load"], row["turns"]) == ("600+20x8", 2 * 8)
     rounds_of_8 = row["warm_rounds"] + 2
-    assert asked == [(544, 1)] * 8 + [(564, 16)] * 8 * rounds_of_8
+    # A step with two to eight turns computes 32 old and 20 new tokens for each.
+    steps = [(512 + 52 * count, 1) for count in range(2, 9)]
+    assert asked == [(544, 1)] * 8 + steps + [(564, 16)] * 8 * rounds_of_8
     # The fake server has no pages, so it also finds the 32 tokens after the last whole page, and the row reports them.
     assert row["cached"] == {"expected": 512, "turns": 0, "low": 544, "high": 544}
     assert row["tier_share"] == 0.75
