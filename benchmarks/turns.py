@@ -158,6 +158,8 @@ class Conversations:
         Raises:
             OutOfTime: no timed round was possible.
         """
+        while len(self.prefixes.get(load.tokens, [])) < load.at_once:
+            self.begin(load)
         self._warm_steps(load)
         warm = settle(lambda: self._timed_round(load)[0], 3, WARM_ROUNDS)
         timed: list[tuple[float, list[Answer]]] = []
@@ -202,13 +204,11 @@ class Conversations:
         }
 
     def _warm_steps(self, load: Load) -> None:
-        """Begin the conversations of a load. Compute as many tokens as steps with two, three and more turns have.
+        """Compute as many tokens as steps with two, three and more turns of a load have.
 
         When turns arrive decides how many a step has. The first step of a size loads kernels or its graph, which took
         up to two seconds on four GPUs.
         """
-        while len(self.prefixes.get(load.tokens, [])) < load.at_once:
-            self.begin(load)
         of_turn = load.new + REMAINDER
         for turns in range(2, min(load.at_once, STEP_TOKENS // of_turn) + 1):
             self._check_time()

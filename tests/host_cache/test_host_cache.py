@@ -408,6 +408,28 @@ def test_evictions_of_slots_wait_once(monkeypatch: pytest.MonkeyPatch, waits: Co
     server.check_contents()
 
 
+def test_a_full_host_is_asked_once_for_the_next_slots(monkeypatch: pytest.MonkeyPatch, waits: Counter[str]) -> None:
+    """The host is full of conversations of at least the same value. Once it has no room for one, no more are tried."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=60, snapshots=8, host_snapshots=6)
+    for line in range(14):
+        server.serve(prompt(line, blocks=3))
+        if line == 5:
+            server._make_room(60)
+    assert places(server) == {"device": set(range(6, 14)), "host": set(range(6))}
+    execute = server.cache.saves.execute
+
+    def counted(plan: SavePlan) -> int | None:
+        waits["asked"] += 1
+        return execute(plan)
+
+    monkeypatch.setattr(server.cache.saves, "execute", counted)
+    waits.clear()
+    slots = server.component.slots_for_load(1)
+    assert slots is not None and waits == {"asked": 2}, "once for the next ones, and once for the evicted one"
+    server.component.slots.give_back(slots.tolist())
+    server.check()
+
+
 def test_superseded_snapshots_evict_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A superseded snapshot evicts no blocks of others from a full host.
 

@@ -152,9 +152,14 @@ class HostSaves:
         valuable come first. So do those above others on a path, whose blocks are not being copied yet then.
         """
         leaving, nodes = self._search_next_evicted(tokens, rows, most), self.cache.component.slots.nodes
+        saved = False
         with self.cache.cache_controller.batch_backups():
-            saved = [self._save(nodes[slot]) for slot in reversed(leaving) if self.is_unsaved(slot)]
-        if any(size is not None for size in saved):
+            for slot in reversed(leaving):
+                if self.is_unsaved(slot):
+                    if self._save(nodes[slot]) is None:
+                        break  # less valuable ones hardly find room; `save_now` asks for each that is evicted
+                    saved = True
+        if saved:
             self.cache.finish_saves()
 
     def _search_next_evicted(self, tokens: int, rows: int, most: int) -> list[int]:
