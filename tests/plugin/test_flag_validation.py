@@ -274,6 +274,29 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([2, 4, 6, 12, 23], None),
+        ([256, 1920], "prefill steps of 1 to 127 and 257 to 959 tokens run eagerly"),
+        ([3, 1, 9], "prefill steps of 4 to 4 tokens run eagerly"),
+        (None, None),
+    ],
+)
+def test_steps_between_prefill_graphs_are_named(
+    sizes: list[int] | None, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = graphs()
+    asked.prefill.max_bs = 1000
+    args = arguments(cuda_graph_config=asked, device="cuda")
+    prefill_graphs.switch_on(args)
+    if sizes is not None:
+        current_flags(args).cuda_graph_config.prefill.bs = sizes
+    ServerContext(Options()).resolved(lambda _: None, args)
+    assert bool(caplog.messages) == (said is not None)
+    assert said is None or said in caplog.text
+
+
+@pytest.mark.parametrize(
     ("device", "fields", "line"),
     [
         ("cuda", {"candidate_block_size": 4}, "a checkpoint with candidate_block_size 4 is not supported: .* it is 8"),

@@ -49,6 +49,23 @@ def switch_on(server_args: Any) -> None:
     note_given_graph_setting(server_args, PHASE, "backend")
 
 
+def steps_without_graph(server_args: Any) -> list[tuple[int, int]]:
+    """Return the ranges of tokens below the largest graph, both ends included, whose prefill steps run eagerly.
+
+    A graph serves steps of at least half its tokens.
+    """
+    graphs = current_flags(server_args).cuda_graph_config
+    if graphs is None or graphs.prefill.backend != BACKEND:
+        return []
+    ranges, served = [], 0
+    for size in sorted(graphs.prefill.bs or ()):
+        least = (size + 1) // 2
+        if least > served + 1:
+            ranges.append((served + 1, least - 1))
+        served = size
+    return ranges
+
+
 def largest_graph() -> int | None:
     """Return the tokens of the largest recorded prefill step, None without prefill graphs."""
     from sglang.srt.runtime_context import get_exec

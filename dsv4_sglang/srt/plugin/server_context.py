@@ -36,6 +36,10 @@ GREEDY_ON_CPU = (
     "dsv4_sglang: with --speculative-algorithm %s on a CPU, all tokens of an answer after the first are chosen "
     "greedily, whatever the sampling parameters of a request: SGLang has no other way to verify drafts on a CPU"
 )
+EAGER_STEPS = (
+    "dsv4_sglang: prefill steps of %s tokens run eagerly, which takes longer: a graph serves steps of at least half its "
+    "tokens. Let each size of --cuda-graph-bs-prefill be at most twice the one before it"
+)
 
 
 class ServerContext:
@@ -96,6 +100,8 @@ class ServerContext:
         reject_resolved(args)
         if args.device == "cpu" and args.speculative_algorithm is not None:
             log.warning(GREEDY_ON_CPU, args.speculative_algorithm)
+        if eager := prefill_graphs.steps_without_graph(server_args):
+            log.warning(EAGER_STEPS, " and ".join(f"{first} to {last}" for first, last in eager))
 
     def is_hybrid_swa(
         self, original: Callable[..., bool], model_architectures: list[str], *args: Any, **kwargs: Any
