@@ -185,6 +185,26 @@ def draw_prefix_simulation(axes: Any, rows: list[Row]) -> None:
     axes[1].set_xlabel("conversations of 20,000 tokens in turn, 20 GB", fontsize=8)
 
 
+def draw_trace(axes: Any, rows: list[Row]) -> None:
+    """Draw hits, requests per second and the time to the first token of each load of `benchmarks.trace`."""
+    loads: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        flags = row["server"]["flags"]
+        load = f"{row['load']:g} clients" if row["loop"] == "closed" else f"open loop, {1 / row['load']:g}x"
+        label = load + ", host cache" * ("--enable-hierarchical-cache" in flags)
+        name = "ours" if is_ours(row["server"]["subject"]) else "in-tree"
+        loads.setdefault(label, {})["in-tree, tuned" if "--swa-full-tokens-ratio" in flags else name] = row
+    units: tuple[tuple[str, Callable[[Row], float]], ...] = (
+        ("hits, % of an infinite cache's", lambda row: 100 * row["hit_of_ideal"]),
+        ("requests/s", lambda row: row["requests_per_s"]),
+        ("seconds to the first token, p95", lambda row: row["first_token_ms"]["p95"] / 1e3),
+    )
+    for axis, (unit, value) in zip(axes, units):
+        bars(axis, [(label, {name: value(row) for name, row in of.items()}) for label, of in loads.items()], unit)
+    for axis in axes[1:]:
+        axis.set_yticks([])
+
+
 DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "append": draw_append,
     "attend": draw_attend,
@@ -194,9 +214,10 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "oracle_distance": draw_oracle_distance,
     "prefix_trace": draw_prefix_trace,
     "prefix_simulation": draw_prefix_simulation,
+    "trace": draw_trace,
 }
-# Figures of two axes beside each other.
-PAIRS = {"prefix_simulation"}
+# Figures of several axes beside each other.
+AXES = {"prefix_simulation": 2, "trace": 3}
 
 
 def finish(figure: Any) -> None:
@@ -246,7 +267,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
         if loaded is None:
             continue
         rows, environment = loaded
-        figure, axes = plt.subplots(1, 2 if name in PAIRS else 1, figsize=(WIDTH, 3.2), layout="constrained")
+        figure, axes = plt.subplots(1, AXES.get(name, 1), figsize=(WIDTH, 3.2), layout="constrained")
         draw_rows(axes, rows)
         finish(figure)
         gpu = environment["gpu"].get("name", "computed")

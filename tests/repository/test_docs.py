@@ -143,6 +143,7 @@ def test_the_site_has_every_page() -> None:
 
 # The main figures as in the benchmark files: page, row, files, filter on their rows, field, format.
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
+LOAD = ROOT / "docs" / "benchmarks" / "load.md"
 HINTS = ROOT / "docs" / "guides" / "hints.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
 FLASH, TP4, DP4 = "turns_v4flash_tp2", "turns_v4flash_fp4_tp4", "turns_v4flash_fp4_dp4"
@@ -215,7 +216,7 @@ FIGURES = [
             ("8 hits from the host at once", 8, "{:,.0f}/{:,.0f} ms"),
         )
     ),
-    (RESULTS, "agents, 1.56 M live tokens: hits, %", ("prefix_trace",), AGENTS, "hit_of_ideal", "{:.1%}"),
+    (LOAD, "agents, 1.56 M live tokens: hits, %", ("prefix_trace",), AGENTS, "hit_of_ideal", "{:.1%}"),
     (README, "tokens in the cache with EAGLE, 3 drafts", EAGLE[:2], {"measure": TOKENS}, "value", "{:.1f} M"),
     (README, "tokens in the cache", (V41,), {"measure": TOKENS}, "value", "{:.1f} M"),
     (README, "first token of a hit, 200 new tokens", (V41,), {"load": "20000+200x1"}, "first_token_ms", "{:.0f} ms"),
@@ -381,13 +382,16 @@ def test_figures_of_restarts(label: str, at: str) -> None:
 def test_figures_of_simulated_resume_points() -> None:
     rows = rows_of("prefix_simulation_trace")
     served = [row for row in rows if row["share"] == SNAPSHOT_SHARE]
-    text = RESULTS.read_text()
-    for label, case in (
-        ("chats without earlier reasoning, 4 GB", {"repeated": "none", "gigabytes": 4}),
-        ("Mooncake's trace, 2 times its live tokens", {"part": "trace", "live": 0.5}),
+    text = unwrapped(LOAD)
+    for sentence, case in (
+        (
+            "chats without earlier reasoning hit {:.1f} % ({:.1f} % without learning)",
+            {"repeated": "none", "gigabytes": 4},
+        ),
+        ("Mooncake's trace in twice its live tokens {:.1f} % ({:.1f} %)", {"part": "trace", "live": 0.5}),
     ):
-        found = {row["learns"]: row["hit"] for row in served if case.items() <= row.items()}
-        assert f"| {label} | {100 * found[True]:.1f} | {100 * found[False]:.1f} |" in text
+        found = {row["learns"]: 100 * row["hit"] for row in served if case.items() <= row.items()}
+        assert sentence.format(found[True], found[False]) in text
 
 
 def test_figures_of_a_larger_share_of_snapshots() -> None:
@@ -402,10 +406,34 @@ def test_figures_of_a_larger_share_of_snapshots() -> None:
     )
 
 
+def test_figures_of_a_trace() -> None:
+    cells: dict[str, list[str]] = {}
+    for subject in ("ours", "sglang-best"):
+        (row,) = [row for row in rows_of("trace") if row["subject"] == subject]
+        p50, p95, p99 = (row["first_token_ms"][quantile] / 1e3 for quantile in ("p50", "p95", "p99"))
+        (tokens,) = map(int, row["bounded_ideal_tokens"])
+        for label, figures in (
+            (
+                "tokens in the cache, live tokens, million",
+                f"{tokens / 1e6:.2f}, {row['live_tokens'] / 1e6:.2f}",
+            ),
+            ("requests/s", f"{row['requests_per_s']:.1f}"),
+            ("hits, %", f"{100 * row['hit_of_ideal']:.1f}"),
+            ("first token, p50/p95/p99", f"{p50:.2g}/{p95:.1f}/{p99:.1f} s"),
+        ):
+            cells.setdefault(label, []).append(figures)
+    text = LOAD.read_text()
+    for label, (ours, theirs) in cells.items():
+        assert f"| {label} | {ours} | {theirs} |" in text
+    missed = next(row["missed"] for row in rows_of("trace") if row["subject"] == "ours")
+    share = missed["no_snapshot"] / next(row["ideal_tokens"] for row in rows_of("trace") if row["subject"] == "ours")
+    assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
+
+
 def test_figures_of_agents_with_hints() -> None:
     rows = {row["part"]: row for row in rows_of("agents_hints")}
     first = {part: row["first_token_s"] for part, row in rows.items()}
-    kinds, text = ("none", "right", "wrong"), RESULTS.read_text()
+    kinds, text = ("none", "right", "wrong"), LOAD.read_text()
     for multiple, label in ((2, "2 times the GPU's"), (10, "10 times")):
         hits = " | ".join(f"{100 * rows[f'{multiple} x, {kind}']['hit_of_ideal']:.1f}" for kind in kinds)
         assert f"| {label}: hits, % | {hits} |" in text
@@ -414,7 +442,10 @@ def test_figures_of_agents_with_hints() -> None:
         f"| 10 times: first token, p50/p90 | {' | '.join('{p50:.2f}/{p90:.1f} s'.format(**t) for t in times)} |" in text
     )
     none, right = (f"{rows[f'10 x, {kind}']['hit_of_ideal']:.0%}".replace("%", " %") for kind in ("none", "right"))
-    assert f"[hit {right} with right hints](../benchmarks/results.md#agents), {none} without" in HINTS.read_text()
+    assert (
+        f"[hit {right} with right hints](../benchmarks/load.md#agents-that-give-hints), {none} without"
+        in HINTS.read_text()
+    )
 
 
 def test_agents_of_the_readme() -> None:

@@ -7,7 +7,7 @@ from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
 
 GB = 10**9
 # Snapshots per block on the host, relative to the device's default. The host holds conversations that the device has
-# evicted, and many of them are short; see docs/benchmarks/results.md.
+# evicted, and many of them are short; see docs/benchmarks/load.md.
 MORE_SNAPSHOTS = 11 / 8
 
 

@@ -9,7 +9,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.launch.error import LaunchError
 
 GIB = 1 << 30
-# Default share of snapshots in the memory that the weights leave (docs/benchmarks/results.md).
+# Default share of snapshots in the memory that the weights leave (docs/benchmarks/load.md).
 SNAPSHOT_SHARE = 1 / 12
 MAX_STAGING = 64
 # Tokens of a pool beyond a request of the context length. SGLang counts a block more than a request has, and cuts an

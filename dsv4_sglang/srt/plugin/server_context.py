@@ -37,8 +37,8 @@ GREEDY_ON_CPU = (
     "greedily, whatever the sampling parameters of a request: SGLang has no other way to verify drafts on a CPU"
 )
 EAGER_STEPS = (
-    "dsv4_sglang: prefill steps of %s tokens run eagerly, which takes longer: a graph serves steps of at least half its "
-    "tokens. Let each size of --cuda-graph-bs-prefill be at most twice the one before it"
+    "dsv4_sglang: prefill steps of %s tokens run eagerly, which takes longer: a graph serves steps of at least half "
+    "its tokens. Let each size of --cuda-graph-bs-prefill be at most twice the one before it"
 )
 
 
