@@ -430,6 +430,18 @@ def test_figures_of_a_trace() -> None:
     assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
 
 
+def test_figures_of_twice_the_snapshots() -> None:
+    hits = {
+        (row["live"], row["share"]): 100 * row["hit"] for row in rows_of("prefix_simulation_agents") if row["learns"]
+    }
+    twice = [f"{hits[live, 2 * SNAPSHOT_SHARE]:.1f}" for live in (0.5, 2)]
+    default = [f"{hits[live, SNAPSHOT_SHARE]:.1f}" for live in (0.5, 2)]
+    assert (
+        f"hits {twice[0]} % instead of {default[0]} with memory for twice the live tokens, "
+        f"but {twice[1]} instead of {default[1]} with memory for half"
+    ) in unwrapped(LOAD)
+
+
 def test_figures_of_agents_with_hints() -> None:
     rows = {row["part"]: row for row in rows_of("agents_hints")}
     first = {part: row["first_token_s"] for part, row in rows.items()}
