@@ -31,12 +31,18 @@ V41 = v41_specs(V41Config.flash())
 
 
 def make_steps(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, ratio: int, kv_format: str, context_blocks: int, blocks: int
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    ratio: int,
+    kv_format: str,
+    context_blocks: int,
+    blocks: int,
+    selected: int = SIZE,
 ) -> list[FormSteps]:
     """Return two objects for steps of a layer, with graphs whose short form takes contexts of `context_blocks` blocks
-    and `blocks` blocks in all."""
+    and `blocks` blocks in all, and has scratch for the scores of `selected` tokens."""
     monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_dp_size=1))
-    scratch = SIZE * 4 * context_blocks * BLOCK // 4
+    scratch = selected * 4 * context_blocks * BLOCK // 4
     for module in (layer_ops, prefill_recorder, step_scratch):
         monkeypatch.setattr(module, "RECORDED_SCRATCH_BYTES", scratch)
     monkeypatch.setattr(prefill_recorder, "SHORT_FORM_ENTRIES", 32 * blocks)
@@ -112,6 +118,26 @@ def test_forms_equal_eager_steps(
     assert expected.any() and error.max() < (1.2e-2 if on_gpu else 1e-5)
 
 
+def test_a_short_form_selects_in_slices(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A step of more tokens than are selected at once has the limits and the result of one slice."""
+    n = 64 if device.type == "cuda" else 2
+    slice_tokens = 96
+    monkeypatch.setattr(prefill_recorder, "SHORT_FORM_SELECTED", slice_tokens)
+    eager, graph = make_steps(monkeypatch, device, 4, "fp8", n, 3 * n // 2, selected=slice_tokens)
+    slices: list[int] = []
+    scores = graph.backend.scratch.scores
+    monkeypatch.setattr(
+        graph.backend.scratch, "scores", lambda tokens, table: slices.append(tokens) or scores(tokens, table)
+    )
+    graph.record()
+    assert slices[-1] == slice_tokens, "the short form is recorded last"
+    inputs = eager.random_inputs(200)
+    expected, got = eager.eager([0], [200], inputs), graph.replay([0], [200], inputs)
+    assert graph.is_short and all(map(torch.equal, eager.written(), graph.written()))
+    size = expected.double().norm(dim=-1).clamp_min(1e-30)
+    assert ((got.double() - expected.double()).norm(dim=-1) / size).max() < (1.2e-2 if device.type == "cuda" else 1e-5)
+
+
 def test_replays_of_both_forms_alternate(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Graphs of both forms share their buffers, also with eager steps of longer contexts between them."""
     n = 64 if device.type == "cuda" else 2
@@ -155,11 +181,34 @@ def test_limits_of_the_default_sizes(specs: Sequence[LayerKVSpec], entries: int)
         assert form.blocks * BLOCK == SHORT_FORM_ENTRIES * BLOCK // entries == 229376 * 32 // entries
 
 
+@pytest.mark.parametrize(
+    ("prefixes", "tokens", "replayed"),
+    [
+        ([0], 8192, True),
+        ([65536 - 8192], 8192, True),
+        ([65536 - 8191], 8192, False),
+        ([50000, 50000, 50000, 50000], 8000, True),
+        ([50000, 50000, 50000, 50000, 30000], 8000, False),
+    ],
+)
+def test_large_graphs_are_replayed_in_their_short_form(prefixes: list[int], tokens: int, replayed: bool) -> None:
+    found = recorder(8192)
+    form = found.short_form(8192)
+    assert form is not None and form.context_blocks * BLOCK == 65536, "its selection takes several slices"
+    assert found.replays_large(8192, tokens, prefixes) == replayed
+    # Whatever tokens each request has in the step, the form that is chosen at its replay is the short one.
+    for alone in range(len(prefixes)) if replayed else ():
+        chunks = [tokens - len(prefixes) + 1 if i == alone else 1 for i in range(len(prefixes))]
+        step = SimpleNamespace(positions=torch.empty(8192), hca_indices=None)
+        found.choose_form(step, prefixes, chunks)
+        assert found.form == form
+    found.has_short_forms = False
+    assert found.replays_large(8192, tokens, prefixes), "ranks of DP attention agree"
+
+
 def test_steps_without_short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorder(0, FLASH[:1]).short_form(1024) is None, "a draft model has no entries"
     assert recorder(4).short_form(1024).context_blocks == 64, "a short context"
-    assert recorder(8192).short_form(8192).context_blocks == 128, "a larger size, whose scores must fit"
-    assert recorder(8192).short_form(1 << 20) is None, "no block fits"
     monkeypatch.setattr(backend_module, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_dp_size=2))
     ranks = HybridCacheBackend(make_runner(4, heads=2)).recorder
     assert ranks.short_form(1024) is None, "ranks of DP attention"

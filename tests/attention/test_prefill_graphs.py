@@ -14,7 +14,7 @@ from sglang.srt import runtime_context
 from dsv4_sglang.attention.metadata import build_prefill, build_recorded, recorded_step
 from dsv4_sglang.attention.step_buffers import PrefillBuffers
 from dsv4_sglang.cache.step import StepMetadata, v4_limits
-from dsv4_sglang.srt.attention.prefill_graphs import SIZES, largest_graph
+from dsv4_sglang.srt.attention.prefill_graphs import SIZES, fits, least_tokens, recorded_sizes
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
 STAGING = range(20, 40)
@@ -127,13 +127,45 @@ def test_every_short_step_has_a_graph() -> None:
     assert SIZES[0] == 2 and all(larger <= 2 * size for size, larger in pairwise(SIZES))
 
 
-@pytest.mark.parametrize(
-    "backend, sizes, tokens", [("breakable", [4, 64, 8], 64), ("breakable", None, None), ("disabled", [4], None)]
-)
-def test_largest_graph(
-    monkeypatch: pytest.MonkeyPatch, backend: str, sizes: list[int] | None, tokens: int | None
-) -> None:
+def record_sizes(monkeypatch: pytest.MonkeyPatch, sizes: list[int] | None, backend: str = "breakable") -> None:
     config = SimpleNamespace(prefill=SimpleNamespace(backend=backend, bs=sizes))
     graph = SimpleNamespace(cuda_graph_config=config)
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
-    assert largest_graph() == tokens
+
+
+@pytest.mark.parametrize(
+    "backend, sizes, found", [("breakable", [4, 64, 8], [4, 8, 64]), ("breakable", None, []), ("disabled", [4], [])]
+)
+def test_recorded_sizes(
+    monkeypatch: pytest.MonkeyPatch, backend: str, sizes: list[int] | None, found: list[int]
+) -> None:
+    record_sizes(monkeypatch, sizes, backend)
+    assert recorded_sizes() == found
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "replayed", "asked"),
+    [
+        (None, True, None),
+        (2, True, None),
+        (1920, True, None),
+        (1921, False, None),
+        (6143, False, None),
+        (6144, True, 8192),
+        (8192, True, 8192),
+    ],
+)
+def test_a_large_graph_is_replayed_with_little_padding(
+    monkeypatch: pytest.MonkeyPatch, tokens: int | None, replayed: bool, asked: int | None, answer: bool
+) -> None:
+    """The recorder is asked for graphs of more than SIZES[-1] tokens only, and its answer counts."""
+    record_sizes(monkeypatch, [*SIZES, 8192])
+    assert least_tokens(SIZES[-1]) == SIZES[-1] // 2 and least_tokens(8192) == 6144
+    seen: list[tuple[int, int, list[int]]] = []
+    recorder = SimpleNamespace(replays_large=lambda *step: seen.append(step) or answer)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(recorder=recorder)))
+    step = {"batch_size": 2, "num_tokens": tokens, "prefix_lens": [3, 500]}
+    assert fits(lambda _, **named: named == step, runner, **step) == (replayed and (asked is None or answer))
+    assert seen == ([] if asked is None else [(asked, tokens, [3, 500])])
+    assert not fits(lambda *_, **__: False, runner, **step), "SGLang's own limits stay"

@@ -9,12 +9,12 @@ scratch for the whole context during recording. Here scratch is allocated once a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dsv4_sglang.srt.sglang.flags import current_flags, given_graph_settings, note_given_graph_setting, set_flags
-from dsv4_sglang.srt.sglang.graphs import attention_backend
+from dsv4_sglang.srt.sglang.graphs import attention_backend, backend_of_runner
 
 PHASE, BACKEND = "prefill", "breakable"
 # Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of
@@ -49,42 +49,49 @@ def switch_on(server_args: Any) -> None:
     note_given_graph_setting(server_args, PHASE, "backend")
 
 
-def steps_without_graph(server_args: Any) -> list[tuple[int, int]]:
-    """Return the ranges of tokens below the largest graph, both ends included, whose prefill steps run eagerly.
+def least_tokens(size: int) -> int:
+    """Return the tokens of the smallest step for which the graph of a size is replayed.
 
-    A graph serves steps of at least half its tokens.
+    SGLang wants half the size. The graph of a large step takes time for each of its tokens, so one with much padding
+    would take longer than an eager step.
     """
-    graphs = current_flags(server_args).cuda_graph_config
-    if graphs is None or graphs.prefill.backend != BACKEND:
-        return []
+    return -(-size // 2) if size <= SIZES[-1] else -(-3 * size // 4)
+
+
+def steps_without_graph(server_args: Any) -> list[tuple[int, int]]:
+    """Return the ranges of tokens up to SIZES[-1], both ends included, whose prefill steps run eagerly although there
+    is a larger graph."""
     ranges, served = [], 0
-    for size in sorted(graphs.prefill.bs or ()):
-        least = (size + 1) // 2
-        if least > served + 1:
-            ranges.append((served + 1, least - 1))
+    for size in _sizes(current_flags(server_args).cuda_graph_config):
+        last = min(least_tokens(size) - 1, SIZES[-1])
+        if last > served:
+            ranges.append((served + 1, last))
         served = size
     return ranges
 
 
-def largest_graph() -> int | None:
-    """Return the tokens of the largest recorded prefill step, None without prefill graphs."""
+def _sizes(graphs: Any) -> list[int]:
+    """Return the sizes of prefill graphs in SGLang's `CudaGraphConfig`, the smallest one first."""
+    recorded = graphs is not None and graphs.prefill.backend == BACKEND
+    return sorted(graphs.prefill.bs or ()) if recorded else []
+
+
+def recorded_sizes() -> list[int]:
+    """Return the tokens of the recorded prefill steps of this server, the smallest first."""
     from sglang.srt.runtime_context import get_exec
 
-    graphs = get_exec().graph.cuda_graph_config
-    if graphs is None or graphs.prefill.backend != BACKEND or not graphs.prefill.bs:
-        return None
-    return max(graphs.prefill.bs)
+    return _sizes(get_exec().graph.cuda_graph_config)
 
 
 def add_within_graph(original: Callable[..., Any], adder: Any, req: Any, *arguments: Any, **named: Any) -> Any:
     """AROUND `PrefillAdder.add_one_req`, which adds a waiting request to the next prefill step: leave a short prompt
-    for the step after it if the step would exceed the largest graph.
+    for the step after it if the step would exceed the largest graph of up to SIZES[-1] tokens.
 
     Two recorded steps take less time than an eager step of as many tokens, until the tokens of an eager step take
-    longer than its launches. A prompt with more new tokens than the largest graph is added as without this hook: its
-    step runs eagerly anyway, and short prompts fill the rest of it.
+    longer than its launches. The first of two steps also answers sooner than one large graph. A prompt with more new
+    tokens is added as without this hook, and short prompts fill the rest of its step.
     """
-    largest = largest_graph()
+    largest = max((size for size in recorded_sizes() if size <= SIZES[-1]), default=None)
     if largest is not None and adder.can_run_list:
         taken = sum(added.extend_len for added in adder.can_run_list)
         new = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
@@ -96,10 +103,26 @@ def add_within_graph(original: Callable[..., Any], adder: Any, req: Any, *argume
     return original(adder, req, *arguments, **named)
 
 
-def fits(original: Callable[..., bool], runner: Any, *, batch_size: int, **step: Any) -> bool:
+def fits(
+    original: Callable[..., bool],
+    runner: Any,
+    *,
+    batch_size: int,
+    num_tokens: int | None,
+    prefix_lens: Sequence[int] | None,
+    **step: Any,
+) -> bool:
     """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the batch has at most MAX_RECORDED_REQUESTS
-    requests."""
-    return batch_size <= MAX_RECORDED_REQUESTS and original(runner, batch_size=batch_size, **step)
+    requests, and that the graph of a large step takes less time than an eager step."""
+    step |= {"batch_size": batch_size, "num_tokens": num_tokens, "prefix_lens": prefix_lens}
+    if batch_size > MAX_RECORDED_REQUESTS or not original(runner, **step):
+        return False
+    size = next((size for size in recorded_sizes() if num_tokens is not None and size >= num_tokens), 0)
+    if num_tokens is None or size <= SIZES[-1]:
+        return True
+    return num_tokens >= least_tokens(size) and backend_of_runner(runner).recorder.replays_large(
+        size, num_tokens, prefix_lens or [0] * batch_size
+    )
 
 
 def record_forms(

@@ -3,8 +3,8 @@
 A recorded step does the same work for any batch, so the longest context of a batch decides what it costs. A large step
 is recorded in two forms. The long form takes any batch: it selects index entries for a few tokens at a time, since each
 has a score for every entry of the longest context, and reads KV entries in place. The short form takes batches within
-the limits of a `ShortForm`: all scores fit in the scratch at once, and the attention kernel of prefill steps gathers
-the entries.
+the limits of a `ShortForm`: all scores of 2,048 tokens fit in the scratch at once, and the attention kernel of prefill
+steps gathers the entries.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES
 # Smallest recorded step with a short form. At fewer tokens the forms take nearly the same time.
 SHORT_FORM_TOKENS = 256
 # Maximum blocks of a request of a step in its short form, 65,536 tokens. It has 16,384 scores per token, as many as the
-# selection kernel holds in registers (csrc/index/select.cu), and a step of 2,048 tokens fills RECORDED_SCRATCH_BYTES.
+# selection kernel holds in registers (csrc/index/select.cu), and 2,048 tokens fill RECORDED_SCRATCH_BYTES.
 SHORT_FORM_CONTEXT_BLOCKS = 512
+# Tokens of a step in its short form for which index entries are selected at once.
+SHORT_FORM_SELECTED = 2048
 # Maximum gathered entries of all requests of a step in its short form, 56 MiB. Gathering them pays in a step of
 # SHORT_FORM_TOKENS (`sparse_prefill.MAX_GATHERED_PER_TOKEN`). In V4 they are entries of 229,376 tokens.
 SHORT_FORM_ENTRIES = 1792 * BLOCK_TOKENS // CSA_RATIO
@@ -83,7 +85,7 @@ class PrefillRecorder:
         if not self.has_short_forms or not scratch.scored_per_block or tokens < SHORT_FORM_TOKENS:
             return None
         for blocks in range(min(SHORT_FORM_CONTEXT_BLOCKS, align(self.max_blocks)), 0, -LIST_ALIGNMENT):
-            if 4 * tokens * scratch.score_width(blocks) <= RECORDED_SCRATCH_BYTES:
+            if 4 * min(tokens, SHORT_FORM_SELECTED) * scratch.score_width(blocks) <= RECORDED_SCRATCH_BYTES:
                 return ShortForm(blocks, SHORT_FORM_ENTRIES // scratch.scored_per_block)
         return None
 
@@ -152,6 +154,23 @@ class PrefillRecorder:
         assert self._buffers is not None, "a step is recorded before it is replayed"
         self._buffers.fill(**inputs, copy_dst=None if copies is None else copies.dst)
         self.active = True
+
+    def replays_large(self, size: int, tokens: int, prefix_lens: Sequence[int]) -> bool:
+        """Return True if the graph of a step beyond `prefill_graphs.SIZES` is faster than an eager step: in its short
+        form, which has the same kernels. In the long form they would take longer than launches do. Without short forms
+        the answer is always True, since the ranks of DP attention must agree.
+
+        Args:
+            size: tokens of the graph.
+            tokens: tokens of the step.
+            prefix_lens: tokens of each request before the step. The batch counts as the one that needs most blocks.
+        """
+        form = self.short_form(size)
+        if form is None:
+            return not self.has_short_forms
+        most = -(-tokens // BLOCK_TOKENS)
+        blocks = [-(-prefix // BLOCK_TOKENS) for prefix in prefix_lens]
+        return max(blocks) + most <= form.context_blocks and sum(blocks) + most + len(blocks) <= form.blocks
 
     def choose_form(self, step: StepMetadata, prefix_lens: Sequence[int], chunk_lens: Sequence[int]) -> StepMetadata:
         """Choose the form in which a step is replayed: the short one if the batch is within its limits.
