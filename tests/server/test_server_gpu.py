@@ -30,6 +30,8 @@ from support.server import (
     running,
 )
 
+from dsv4_sglang.srt.attention.prefill_graphs import SIZES
+
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
@@ -52,6 +54,10 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "bf16, graphs for prefill only, no overlap": (
         *(*LARGE, "1920", "--kv-cache-dtype", "bfloat16"),
         *("--cuda-graph-backend-decode", "disabled", "--disable-overlap-schedule"),
+    ),
+    "bf16, graphs of chunks": (
+        *(*LARGE, "4096", "--kv-cache-dtype", "bfloat16"),
+        *("--cuda-graph-bs-prefill", *map(str, (*SIZES, 2048, 4096))),
     ),
     # Admits more requests than fit into the pool after they have grown.
     "fp8, small, 3 drafts": (
@@ -136,6 +142,28 @@ def test_prefill_graphs(server: Server, check: Callable[[Asked], None]) -> None:
     assert all(got.cached for _, got in asked)
     steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
     assert all("cuda graph: True" in line for line in steps), steps
+
+
+@only("bf16, graphs of chunks")
+def test_chunks_in_graphs(server: Server, check: Callable[[Asked], None]) -> None:
+    """Chunks run as graphs, cold and behind a prefix. The oracle has all index entries, as up to 2,048 tokens do. From
+    then on answers are compared with each other: eager steps, other chunks and graphs compute the same."""
+    mark = len(server.log_text())
+    check([(prompt(n, seed=40), server.generate(prompt(n, seed=40), GENERATED)) for n in (1921, 2000, 2048)])
+    asked = {}
+    for seed, behind, length in ((41, 0, 4096), (42, 0, 7000), (43, 1408, 5600), (44, 3000, 7200)):
+        ids = prompt(length, seed=seed)
+        if behind:
+            server.generate(ids[:behind], 1)
+        asked[f"{length} behind {behind}"] = ids, server.generate(ids, GENERATED)
+    sizes = [
+        (int(line.split("#new-token: ")[1].split(",")[0]), "cuda graph: True" in line)
+        for line in server.log_text()[mark:].splitlines()
+        if "Prefill batch" in line
+    ]
+    assert all(in_graph == (new <= 2048 or new >= 3072) for new, in_graph in sizes), sizes
+    assert sum(new == 4096 for new, _ in sizes) == 4 and (3000, False) in sizes, sizes
+    assert_as_cold(server, asked)
 
 
 @only(PREFILL_GRAPHS)
