@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups.parallel_hook import handle_data_parallelism
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
 from support.segments import VARIABLE as SEGMENTS
@@ -271,6 +272,25 @@ def test_prefill_graphs_are_on_where_sglang_records_them(given: dict[str, Any], 
     assert found.backend == backend
     if backend == "breakable":
         assert found.bs[:2] == [2, 4] and found.bs[-1] == found.max_bs == 1000
+
+
+@pytest.mark.parametrize(
+    ("chunk", "ranks", "longest"), [(8192, 1, 1920), (-1, 1, 1920), (2048, 1, 2048), (8192, 4, 2048), (8192, 8, 1024)]
+)
+def test_a_small_chunk_has_a_graph(chunk: int, ranks: int, longest: int) -> None:
+    """SGLang divides the chunk among the ranks of DP attention, and keeps the sizes."""
+    asked = graphs()
+    asked.prefill.max_bs = 8192
+    args = arguments(
+        cuda_graph_config=asked, chunked_prefill_size=chunk, attn_dp_size=ranks, tp_size=ranks, max_running_requests=64
+    )
+    prefill_graphs.switch_on(args)
+    if ranks > 1:
+        handle_data_parallelism(args)
+        assert current_flags(args).chunked_prefill_size == chunk // ranks
+    found = current_flags(args).cuda_graph_config.prefill
+    assert found.bs == [*(size for size in prefill_graphs.SIZES if size < longest), longest]
+    assert found.max_bs == longest
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ PHASE, BACKEND = "prefill", "breakable"
 # new tokens, 1,664 and 1,920 are for seven and eight hits of 200. At V4-Flash's widths a first start compiles 30 s for
 # each size (docs/guides/first_start.md). A graph takes 10 MB (benchmarks/configs/flashshape).
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 640, 1088, 1664, 1920)
+# A chunk of at most this many tokens is recorded too. With DP attention each rank has its part of a chunk.
+LARGEST_CHUNK = 2048
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MAX_RECORDED_REQUESTS = 32
 
@@ -42,7 +44,11 @@ def switch_on(server_args: Any) -> None:
     if (PHASE, "backend") not in given:
         graphs.prefill.backend = BACKEND
     if (PHASE, "bs") not in given:
-        longest = graphs.prefill.max_bs if (PHASE, "max_bs") in given else min(SIZES[-1], graphs.prefill.max_bs)
+        longest = graphs.prefill.max_bs
+        if (PHASE, "max_bs") not in given:
+            # SGLang divides the chunk among the ranks later, and would replace sizes beyond a part by its own.
+            chunk = (args.chunked_prefill_size or 0) // args.attn_dp_size
+            longest = min(longest, chunk if 0 < chunk <= LARGEST_CHUNK else SIZES[-1])
         graphs.prefill.bs = sorted({*(size for size in SIZES if size < longest), longest})
     graphs.prefill.max_bs = max(graphs.prefill.bs)
     set_flags(server_args, cuda_graph_config=graphs)
