@@ -17,6 +17,7 @@ from dsv4_sglang.srt.sglang.flags import flag_defaults
 
 # Fields of SGLang's ServerArgs that this package reads, in addition to those of `flag_table.LIMITS`.
 FLAGS_READ = (
+    "attn_dp_size",
     "cuda_graph_config",
     "disable_radix_cache",
     "disaggregation_mode",
