@@ -43,14 +43,17 @@ Stages = dict[str, Callable[[], object]]
 
 
 class Load(NamedTuple):
-    """Requests of `context` tokens each, including the last `chunk` tokens, which belong to the step."""
+    """Requests of `context` tokens each, including the last `chunk` tokens, which belong to the step. With `shared` all
+    have the same tokens, so that their keys are read from the L2 cache."""
 
     requests: int
     context: int
     chunk: int = 1
+    shared: bool = False
 
     def __str__(self) -> str:
-        return f"{self.requests} x {self.context // K}K" + (f", chunk of {self.chunk}" if self.chunk > 1 else "")
+        chunk = f", chunk of {self.chunk}" if self.chunk > 1 else ""
+        return f"{self.requests} x {self.context // K}K{chunk}" + ", shared" * self.shared
 
     @property
     def keys(self) -> int:
@@ -65,7 +68,7 @@ class Load(NamedTuple):
         return self.requests * self.chunk
 
     def floor_us(self, key_bytes: int, facts: dict[str, float]) -> float:
-        copied = self.requests * self.keys * key_bytes
+        copied = (1 if self.shared else self.requests) * self.keys * key_bytes
         scores = self.tokens * (self.keys - self.chunk / CSA_RATIO / 2)
         return max(
             timing.floor_us(copied, 1, facts.get("copy_gbs") or 1.0, facts.get("empty_launch_us", 0.0)),
@@ -73,16 +76,17 @@ class Load(NamedTuple):
         )
 
 
-DECODE = ((1, 16), (1, 128), (1, 256), (1, 512), (1, K), (16, 32), (64, 16), (16, 128), (64, 128), (256, 16))
+DECODE = ((1, 16), (1, 128), (1, 256), (1, 512), (1, K), (16, 32), (64, 16), (16, 128), (64, 128), (256, 16), (16, K))
 # Four tokens per request, three of them drafts.
 VERIFY = ((1, 128), (16, 32), (64, 32), (16, 128))
 CASES = (
     *(Load(n, thousands * K) for n, thousands in DECODE),
+    Load(16, K * K, shared=True),
     *(Load(n, thousands * K, 4) for n, thousands in VERIFY),
     *(Load(1, thousands * K, 8 * K) for thousands in (64, 256, 512, K)),
 )
 QUICK = (Load(1, 128 * K), Load(16, 128 * K), Load(64, 16 * K), Load(1, 128 * K, 4), Load(1, 64 * K, 8 * K))
-DRY = (Load(2, 4 * K), Load(1, 4 * K, 64))
+DRY = (Load(2, 4 * K), Load(2, 4 * K, shared=True), Load(1, 4 * K, 64))
 
 
 class Tensors:
@@ -98,7 +102,7 @@ class Tensors:
 
 
 def page_table(load: Load, rows: int, device: torch.device) -> torch.Tensor:
-    """Return random pages for each request.
+    """Return random pages for each request, or those of the first one for all.
 
     Args:
         load: requests of the step.
@@ -110,7 +114,8 @@ def page_table(load: Load, rows: int, device: torch.device) -> torch.Tensor:
     """
     pages = load.requests * load.keys // rows
     order = torch.randperm(pages, device=device, generator=torch.Generator(device=device).manual_seed(2))
-    return order.int().view(load.requests, -1)
+    table = order.int().view(load.requests, -1)
+    return table[:1].expand_as(table).contiguous() if load.shared else table
 
 
 class Ours(Tensors):
