@@ -208,8 +208,16 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
     """
     requests = buffers.requests + 1
     window_size = prefill_window_size(tokens, requests)
-    staging_slots = buffers.token_staging_slots[:tokens]
-    return _step_in(buffers, requests, tokens, out_loc, staging_slots=staging_slots, window_size=window_size)
+    return _step_in(
+        buffers,
+        requests,
+        tokens,
+        out_loc,
+        staging_slots=buffers.token_staging_slots[:tokens],
+        copy_src=buffers.slots,
+        copy_dst=buffers.rolling_dst,
+        window_size=window_size,
+    )
 
 
 def _starts(chunk_lens: Tensor) -> Tensor:

@@ -152,6 +152,8 @@ class PrefillBuffers:
         # Inputs. `state_slots`: state slot of each request, 0 for none.
         self.inputs = ints(3, rows)
         self.state_slots, self.prefix_lens, self.chunk_lens = self.inputs
+        # Snapshot slot to which the state slot of each request is copied after the step, 0 for none.
+        self.rolling_dst = ints(rows)
         self.block_table = ints(rows, align(max_blocks))
         self.staging_slots, self.snapshot_lens = ints(rows, self.most_snapshots), ints(rows, self.most_snapshots)
         # Derived inside the graph.
@@ -168,6 +170,7 @@ class PrefillBuffers:
         self.inputs.zero_()
         self.staging_slots.fill_(-1)
         self.copy_dst.zero_()
+        self.rolling_dst.zero_()
 
     def fill(
         self,
@@ -180,6 +183,7 @@ class PrefillBuffers:
         staging_slots: Tensor | None,
         snapshot_lens: Tensor | None,
         copy_dst: Tensor | None,
+        rolling_dst: Tensor | None,
     ) -> None:
         """Write the inputs of one batch before its graph is replayed.
 
@@ -191,6 +195,8 @@ class PrefillBuffers:
             staging_slots, snapshot_lens: as in `metadata.build_prefill`. The first of `copy_src` are used, in order.
             copy_dst: int32 [n], snapshot slots to which the first n of `copy_src` are copied at the end of the step;
                 None without snapshots.
+            rolling_dst: int32 [B], snapshot slots to which the state slots of the requests are copied at the end of the
+                step, 0 for none; None without such copies.
         """
         n = req_pool_indices.shape[0]
         self.clear()
@@ -208,3 +214,5 @@ class PrefillBuffers:
             self.staging_slots[:n, : staging_slots.shape[1]].copy_(staging_slots)
             self.snapshot_lens[:n, : snapshot_lens.shape[1]].copy_(snapshot_lens)
             self.copy_dst[: len(copy_dst)].copy_(copy_dst)
+        if rolling_dst is not None:
+            self.rolling_dst[:n].copy_(rolling_dst)

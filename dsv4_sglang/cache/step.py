@@ -101,7 +101,8 @@ class StepMetadata:
         hca_indices: [T, NB] int32, indices of entries of ratio 128, in a CUDA graph. Entry i of a request has the index
             of its block i. None in other steps: the list of a token is row `token_request` of `block_table`, and a copy
             of it for each token would take 512 MiB for 16,384 tokens beside a request of a million.
-        copy_src, copy_dst: [B] int32, decode only: state slots to copy after the last layer has written, -1 to skip.
+        copy_src, copy_dst: [B] int32: state slots of decoding requests to copy after the last layer has written, and
+            snapshot slots. A negative source or a target below 1 is skipped. None without copies.
         window_size: entries of the window workspace of a prefill step, 0 in a decode step.
     """
 

@@ -160,7 +160,9 @@ def test_replays_of_both_forms_alternate(monkeypatch: pytest.MonkeyPatch, device
 
 def recorder(max_blocks: int, specs: Sequence[LayerKVSpec] = FLASH) -> PrefillRecorder:
     layers = SimpleNamespace(scratch=make_scratch(specs, "cpu", torch.float32, top_k=512))
-    return PrefillRecorder(max_blocks, range(0), entry_limits(specs, 512), layers, has_short_forms=True)
+    return PrefillRecorder(
+        max_blocks, MAX_RECORDED_REQUESTS, range(0), entry_limits(specs, 512), layers, has_short_forms=True
+    )
 
 
 @pytest.mark.parametrize(("specs", "entries"), [(FLASH, 32), (V41, 128)], ids=["V4", "V4.1"])

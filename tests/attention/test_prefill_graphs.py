@@ -67,7 +67,10 @@ class Batch:
         return build_prefill(**self.inputs, **at, limits=LIMITS, max_length=max(self.lengths))
 
     def recorded(self, buffers: PrefillBuffers, tokens: int) -> StepMetadata:
-        buffers.fill(**self.inputs, copy_dst=self.snapshots if self.due else None)
+        # The state slot of each request, but the first one, is copied too.
+        self.rolling = torch.arange(len(self.requests), dtype=torch.int32) + 200
+        self.rolling[0] = 0
+        buffers.fill(**self.inputs, copy_dst=self.snapshots if self.due else None, rolling_dst=self.rolling)
         out_loc = torch.nn.functional.pad(self.out_loc, (0, tokens - len(self.out_loc)))
         build_recorded(buffers, tokens, out_loc)
         return recorded_step(buffers, tokens, out_loc)
@@ -110,6 +113,8 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
     moved = {slot: slot + 100 for slot in STAGING[: batch.due]}
     snapshots = dict(zip(buffers.copy_src.tolist(), buffers.copy_dst.tolist()))
     assert {slot: to for slot, to in snapshots.items() if to > 0} == moved
+    assert torch.equal(step.copy_src, step.slots)
+    assert step.copy_dst[:requests].tolist() == batch.rolling.tolist() and step.copy_dst[requests:].eq(0).all()
 
 
 @settings(deadline=None)
@@ -163,9 +168,10 @@ def test_a_large_graph_is_replayed_with_little_padding(
     record_sizes(monkeypatch, [*SIZES, 8192])
     assert least_tokens(SIZES[-1]) == SIZES[-1] // 2 and least_tokens(8192) == 6144
     seen: list[tuple[int, int, list[int]]] = []
-    recorder = SimpleNamespace(replays_large=lambda *step: seen.append(step) or answer)
+    recorder = SimpleNamespace(requests=2, replays_large=lambda *step: seen.append(step) or answer)
     runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=SimpleNamespace(recorder=recorder)))
     step = {"batch_size": 2, "num_tokens": tokens, "prefix_lens": [3, 500]}
     assert fits(lambda _, **named: named == step, runner, **step) == (replayed and (asked is None or answer))
     assert seen == ([] if asked is None else [(asked, tokens, [3, 500])])
     assert not fits(lambda *_, **__: False, runner, **step), "SGLang's own limits stay"
+    assert not fits(lambda *_, **__: True, runner, **step | {"batch_size": 3}), "requests without a row"

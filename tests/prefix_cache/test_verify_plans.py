@@ -6,7 +6,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -175,23 +174,29 @@ def test_recorded_snapshots_hold_their_state(
     verifying.server.check()
 
 
-@pytest.mark.parametrize(("mode", "gets"), [(ForwardMode.EXTEND, True), (ForwardMode.TARGET_VERIFY, False)])
-def test_verify_step_gets_no_prefill_plan(mode: ForwardMode, gets: bool) -> None:
-    """The batch still has the plan of the prefill that it was before."""
-    backend, plan = snapshot_schedule.PrefillPlanTaker(), [[(BLOCK, 1)]]
-    batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_plan=plan))
-    backend.prefill_plan = plan
+@pytest.mark.parametrize(
+    ("mode", "gets_plan", "gets"),
+    [
+        (ForwardMode.EXTEND, True, True),
+        (ForwardMode.DECODE, False, True),
+        (ForwardMode.TARGET_VERIFY, False, False),
+    ],
+)
+def test_verify_step_gets_no_prefill_plan(mode: ForwardMode, gets_plan: bool, gets: bool) -> None:
+    """The batch still has the plan of the prefill that it was before. A decode step may become a prefill step."""
+    backend, plan, rolling = snapshot_schedule.PrefillPlanTaker(), [[(BLOCK, 1)]], [0, 7]
+    batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_plan=plan, rolling_plan=rolling))
+    backend.prefill_plan, backend.rolling_plan = plan, rolling
     snapshot_schedule.pass_plan_to_backend(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
-    assert (backend.prefill_plan is plan) == gets
+    assert ((backend.prefill_plan is plan), (backend.rolling_plan is rolling)) == (gets_plan, gets)
+    assert (backend.take_rolling_plan() is rolling) == gets and backend.take_rolling_plan() is None
 
 
-@pytest.mark.parametrize(("algorithm", "asked"), [("EAGLE", True), (None, False)])
-def test_verify_steps_vote_as_in_sglang(algorithm: str | None, asked: bool) -> None:
-    """With overlap, their lengths are known on the device only. A decode step in which a snapshot is due does not join
-    a prefill step."""
-    lengths = None if algorithm else torch.tensor([BLOCK, 5])
-    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens_cpu=lengths)
+@pytest.mark.parametrize("answer", [True, False])
+def test_steps_vote_as_in_sglang(answer: bool) -> None:
+    """Lengths of a verify step with overlap are known on the device only; the batch here has none."""
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     voted = snapshot_schedule.may_join_prefill(
-        lambda **step: True, local_batch=batch, spec_algorithm=SpeculativeAlgorithm.from_string(algorithm)
+        lambda **step: answer, local_batch=batch, spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE")
     )
-    assert voted is asked
+    assert voted is answer

@@ -62,6 +62,7 @@ def make_runner(
         device=device,
         dtype=dtype,
         req_to_token_pool=SimpleNamespace(
+            size=requests,
             req_to_token=torch.cat([torch.zeros_like(tokens[:1]), tokens]),
             mamba_pool=slots,
             mamba_ckpt_pool=SimpleNamespace(timer=CopyTimer(device)),

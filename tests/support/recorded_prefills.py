@@ -3,7 +3,7 @@
 Each step makes the calls of SGLang's runner of breakable graphs: the backend's capture once per size, the preparation
 of the replay, and the model's forward pass on inputs padded to the size. As on a GPU, steps with too many tokens or
 requests run eagerly. Graphs of at least SHORT_FORM_TOKENS tokens have a short form. The plugin's file `sizes` has the
-graph sizes. The file `steps` receives one line per step: size, tokens and requests.
+graph sizes. The file `steps` receives one line per step: size, tokens, requests and rolling snapshots.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
     if size is None:
         return original(model, ids, positions, batch, *rest)
     with (folder() / "steps").open("a") as file:
-        file.write(f"{size} {sum(batch.extend_seq_lens_cpu)} {batch.batch_size}\n")
+        rolling = sum(map(bool, backend.rolling_plan or []))
+        file.write(f"{size} {sum(batch.extend_seq_lens_cpu)} {batch.batch_size} {rolling}\n")
     ids, positions, out_loc = (pad(x, (0, size - tokens)) for x in (ids, positions, batch.out_cache_loc))
     graphs = vars(model).setdefault("test_graphs", {})
     for captured in [size] if graphs else [_sizes()[-1], size]:  # the largest size is captured first

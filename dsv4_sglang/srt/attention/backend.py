@@ -20,6 +20,7 @@ from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.srt.attention.layer_arrivals import LayerArrivals
 from dsv4_sglang.srt.attention.layer_ops import LayerInputs, make_layers, make_scratch
+from dsv4_sglang.srt.attention.prefill_graphs import MAX_JOINED_REQUESTS, MAX_RECORDED_REQUESTS
 from dsv4_sglang.srt.attention.prefill_recorder import PrefillRecorder
 from dsv4_sglang.srt.attention.snapshot_writer import SlotCopies, SnapshotWriter, StagedSnapshots
 from dsv4_sglang.srt.prefix_cache.snapshot_schedule import PrefillPlanTaker
@@ -90,8 +91,11 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         )
         self.snapshots = SnapshotWriter(self.state, staging_slots, None if slots is None else slots.timer)
         has_short_forms = get_parallel().attn_dp_size == 1
+        requests = MAX_RECORDED_REQUESTS
+        if not has_short_forms:
+            requests = max(requests, min(MAX_JOINED_REQUESTS, self.req_to_token_pool.size))
         self.recorder = PrefillRecorder(
-            self.max_blocks, staging_slots, self.limits, self.layers, has_short_forms=has_short_forms
+            self.max_blocks, requests, staging_slots, self.limits, self.layers, has_short_forms=has_short_forms
         )
 
     # Metadata of a step
@@ -162,6 +166,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             max_length=max(lengths),
             padding=padding,
         )
+        rolling = self.snapshots.rolling(self.take_rolling_plan(), self.metadata.slots.shape[0])
+        if rolling is not None:
+            self.metadata.copy_src, self.metadata.copy_dst = self.metadata.slots, rolling
         self.layers.begin_step(self.metadata, sum(-(-length // BLOCK_TOKENS) for length in lengths))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -228,7 +235,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     ) -> None:
         """Prepare the replay of a recorded prefill step."""
         staged = self.snapshots.stage(self.take_prefill_plan(), forward_batch.req_pool_indices.shape[0])
-        self.recorder.replay(prefill_inputs(forward_batch, self.req_to_token_pool, staged), self.snapshots.staged)
+        rolling = self.snapshots.rolling(self.take_rolling_plan(), forward_batch.batch_size)
+        inputs = prefill_inputs(forward_batch, self.req_to_token_pool, staged)
+        self.recorder.replay(inputs, self.snapshots.staged, rolling)
         lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         self.metadata = self.recorder.choose_form(capture_metadata, *lens)
         self.arrivals.expect()

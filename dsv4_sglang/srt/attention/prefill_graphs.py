@@ -27,6 +27,8 @@ SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 640, 1088, 1664, 1920)
 LARGEST_CHUNK = 2048
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MAX_RECORDED_REQUESTS = 32
+# The same with DP attention, where the requests of a decoding rank join the prefill steps of other ranks.
+MAX_JOINED_REQUESTS = 256
 
 
 def switch_on(server_args: Any) -> None:
@@ -118,15 +120,16 @@ def fits(
     prefix_lens: Sequence[int] | None,
     **step: Any,
 ) -> bool:
-    """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the batch has at most MAX_RECORDED_REQUESTS
-    requests, and that the graph of a large step takes less time than an eager step."""
+    """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the graph has room for the requests of the
+    batch, and that the graph of a large step takes less time than an eager step."""
+    recorder = backend_of_runner(runner).recorder
     step |= {"batch_size": batch_size, "num_tokens": num_tokens, "prefix_lens": prefix_lens}
-    if batch_size > MAX_RECORDED_REQUESTS or not original(runner, **step):
+    if batch_size > recorder.requests or not original(runner, **step):
         return False
     size = next((size for size in recorded_sizes() if num_tokens is not None and size >= num_tokens), 0)
     if num_tokens is None or size <= SIZES[-1]:
         return True
-    return num_tokens >= least_tokens(size) and backend_of_runner(runner).recorder.replays_large(
+    return num_tokens >= least_tokens(size) and recorder.replays_large(
         size, num_tokens, prefix_lens or [0] * batch_size
     )
 

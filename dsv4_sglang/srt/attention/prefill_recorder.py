@@ -20,7 +20,6 @@ from dsv4_sglang.attention.step_buffers import LIST_ALIGNMENT, PrefillBuffers, a
 from dsv4_sglang.cache.step import StepMetadata, prefill_window_size
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.srt.attention.layer_ops import LayerOps
-from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
 from dsv4_sglang.srt.attention.snapshot_writer import SlotCopies
 from dsv4_sglang.srt.attention.step_scratch import RECORDED_SCRATCH_BYTES
 
@@ -54,6 +53,7 @@ class PrefillRecorder:
 
     Args:
         max_blocks: blocks of the longest context; 0 for layers without compressed entries.
+        requests: largest number of requests of a step.
         staging_slots: state slots that hold the snapshots of a step until its end.
         limits: most entries that a token reads, by their ratio (`layer_spec.entry_limits`).
         layers: layers of the backend.
@@ -64,13 +64,14 @@ class PrefillRecorder:
     def __init__(
         self,
         max_blocks: int,
+        requests: int,
         staging_slots: range,
         limits: Mapping[int, int | None],
         layers: LayerOps,
         *,
         has_short_forms: bool,
     ) -> None:
-        self.max_blocks, self.staging_slots, self.limits = max_blocks, staging_slots, limits
+        self.max_blocks, self.requests, self.staging_slots, self.limits = max_blocks, requests, staging_slots, limits
         self.layers, self.has_short_forms = layers, has_short_forms
         # True if the current step is a prefill step in a CUDA graph.
         self.active = False
@@ -106,11 +107,11 @@ class PrefillRecorder:
     def _allocate(self, tokens: int) -> PrefillBuffers:
         scratch = self.layers.scratch
         buffers = PrefillBuffers(
-            tokens, MAX_RECORDED_REQUESTS, self.max_blocks, self.staging_slots, scratch.device, limits=self.limits
+            tokens, self.requests, self.max_blocks, self.staging_slots, scratch.device, limits=self.limits
         )
         width = scratch.score_width(buffers.block_table.shape[1])
         scratch.reserve(tokens, self.layers.padded_heads, max(width, min(tokens * width, RECORDED_SCRATCH_BYTES // 4)))
-        window_size = prefill_window_size(tokens, MAX_RECORDED_REQUESTS + 1)
+        window_size = prefill_window_size(tokens, self.requests + 1)
         scratch.reserve_window(window_size)
         if self.has_short_forms and scratch.scored_per_block and tokens >= SHORT_FORM_TOKENS:
             for kernel in self.layers.kernels:
@@ -144,15 +145,16 @@ class PrefillRecorder:
         self.layers.begin_step(step, None if self.form is None else self.form.blocks, recorded=True)
         return SlotCopies(self._buffers.copy_src, self._buffers.copy_dst)
 
-    def replay(self, inputs: dict[str, Any], copies: SlotCopies | None) -> None:
+    def replay(self, inputs: dict[str, Any], copies: SlotCopies | None, rolling: Tensor | None) -> None:
         """Write the inputs of a batch before its graph is replayed.
 
         Args:
-            inputs: arguments of `PrefillBuffers.fill`, except for `copy_dst`.
+            inputs: arguments of `PrefillBuffers.fill`, except for `copy_dst` and `rolling_dst`.
             copies: copies of the snapshots of the step, None without snapshots.
+            rolling: as `rolling_dst` of `PrefillBuffers.fill`.
         """
         assert self._buffers is not None, "a step is recorded before it is replayed"
-        self._buffers.fill(**inputs, copy_dst=None if copies is None else copies.dst)
+        self._buffers.fill(**inputs, copy_dst=None if copies is None else copies.dst, rolling_dst=rolling)
         self.active = True
 
     def replays_large(self, size: int, tokens: int, prefix_lens: Sequence[int]) -> bool:

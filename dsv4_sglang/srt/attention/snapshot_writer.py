@@ -39,7 +39,8 @@ class SnapshotWriter:
 
     - Prefill: `stage` assigns staging slots. The layers write the states to them, and `store` copies them to the
       snapshot slots after the last layer. For a recorded step the backend sets `staged`.
-    - Decode: the metadata of the step lists the copies; `store` makes them.
+    - Decode: the metadata of the step lists the copies; `store` makes them. A decode step that has become a prefill
+      step has them too (`rolling`).
     - Verify: the backend sets `verified`; `commit` makes the copies after the draft model has run.
 
     Args:
@@ -82,6 +83,20 @@ class SnapshotWriter:
         staged, due = table.to(device, non_blocking=True).split([requests * most, len(copies)], dim=1)
         self.staged = SlotCopies(*due)
         return StagedSnapshots(*staged.view(2, requests, most))
+
+    def rolling(self, plan: list[int] | None, requests: int) -> Tensor | None:
+        """Return int32 [requests], the snapshot slot to which the state slot of each request is copied after the step,
+        0 for none; None if no snapshot is due.
+
+        Args:
+            plan: slots of the first requests, None without snapshots.
+            requests: number of requests, with padding requests.
+        """
+        if plan is None:
+            return None
+        slots = torch.tensor([*plan, *[0] * (requests - len(plan))], dtype=torch.int32)
+        device = self.state.rings.device
+        return (slots.pin_memory() if device.type == "cuda" else slots).to(device, non_blocking=True)
 
     def store(self, step: StepMetadata, *, timed: bool) -> None:
         """Take the snapshots of a decode or prefill step, after its last layer.

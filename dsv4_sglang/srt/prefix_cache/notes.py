@@ -60,9 +60,12 @@ class BatchNote(Note):
 
     Attributes:
         prefill_plan: snapshots of each request that is planned so far for the prefill step.
+        rolling_plan: for each request of a decode step, the slot of the rolling snapshot to take, 0 for none; empty if
+            none is due.
         verify_plan: for each request, the slot of the snapshot to take if its verify step passes the length; 0 for
             none.
     """
 
     prefill_plan: PrefillPlan = field(default_factory=list)
+    rolling_plan: list[int] = field(default_factory=list)
     verify_plan: list[int] = field(default_factory=list)

@@ -28,19 +28,27 @@ from dsv4_sglang.srt.sglang.scheduler import (
 
 
 class PrefillPlanTaker:
-    """Backend that receives the snapshots of a prefill step. None means no snapshots."""
+    """Backend that receives the snapshots of a prefill step. None means no snapshots. `rolling_plan` has those of a
+    decode step, for the case that it becomes a prefill step (`join_prefill`)."""
 
     prefill_plan: PrefillPlan | None = None
+    rolling_plan: list[int] | None = None
 
     def take_prefill_plan(self) -> PrefillPlan | None:
         """Return the snapshots of the step that begins, which then belong to no other step."""
         plan, self.prefill_plan = self.prefill_plan, None
         return plan
 
+    def take_rolling_plan(self) -> list[int] | None:
+        """Return the rolling snapshots of the step that begins, which then belong to no other step."""
+        plan, self.rolling_plan = self.rolling_plan, None
+        return plan
+
 
 def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     """AROUND `ScheduleBatch.prepare_for_extend`, which calls `plan_request` for each request."""
-    BatchNote.of(batch).prefill_plan = []
+    note = BatchNote.of(batch)
+    note.prefill_plan, note.rolling_plan = [], []
     original(batch)
     batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
 
@@ -51,8 +59,12 @@ def pass_plan_to_backend(
     """AROUND `ForwardBatch.init_new`: pass the plan to the backend. This is the last call that gets the scheduler's
     batch; the step follows in the same thread."""
     if isinstance(model_runner.attn_backend, PrefillPlanTaker):
-        plan = BatchNote.of(batch).prefill_plan if batch.forward_mode.is_extend_without_speculative() else []
-        model_runner.attn_backend.prefill_plan = plan if any(plan) else None
+        note, backend = BatchNote.of(batch), model_runner.attn_backend
+        is_prefill = batch.forward_mode.is_extend_without_speculative()
+        backend.prefill_plan = note.prefill_plan if is_prefill and any(note.prefill_plan) else None
+        # Beside idle ranks SGLang makes a decode step a prefill step after this.
+        may_join = is_prefill or batch.forward_mode.is_decode()
+        backend.rolling_plan = note.rolling_plan if may_join and any(note.rolling_plan) else None
     return original(cls, batch, model_runner, **arguments)
 
 
@@ -86,33 +98,32 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     for row in torch.nonzero(at == 2).flatten().tolist():
         planner.free_replaced(batch.reqs[row])
     due = torch.nonzero(at == 0).flatten().tolist()
+    BatchNote.of(batch).rolling_plan = []
     if not due:
         batch.mamba_track_indices = torch.zeros(len(batch.reqs), dtype=torch.int64, device=batch.device)
         return
     slots = torch.zeros(len(batch.reqs), dtype=torch.int64)
     for row in due:
         slots[row] = planner.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
+    BatchNote.of(batch).rolling_plan = slots.tolist()
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
 
 
-def may_join_prefill(original: Callable[..., bool], *, local_batch: Any, spec_algorithm: Any, **step: Any) -> bool:
+def may_join_prefill(original: Callable[..., bool], **step: Any) -> bool:
     """AROUND `targets.PREFILL_GRAPH_VOTE`, by which a rank of DP attention says whether it can take part in a recorded
-    prefill step of another rank: let a decoding rank do so unless a rolling snapshot is due.
+    prefill step of another rank: let a decoding rank do so.
 
-    A prefill step writes snapshots from the tokens of its chunk, and one token is not a window. SGLang's function
-    declines for all models with recurrent state. It also declines for verify steps, whose lengths are known on the
-    device only.
+    SGLang's function declines for all models with recurrent state. It also declines for verify steps, whose lengths are
+    known on the device only.
     """
-    decodes = local_batch is not None and local_batch.forward_mode.is_decode() and spec_algorithm.is_none()
-    if decodes and bool((local_batch.seq_lens_cpu % BLOCK == 0).any()):
-        return False
     with without_recurrent_state():
-        return original(local_batch=local_batch, spec_algorithm=spec_algorithm, **step)
+        return original(**step)
 
 
 def join_prefill(original: Callable[..., None], batch: Any) -> None:
     """AROUND `ScheduleBatch.convert_decode_to_extend`, which makes the decode step of a rank of DP attention a prefill
-    step with one token per request: it takes no snapshots (`may_join_prefill`)."""
+    step with one token per request. Its rolling snapshots are copies of state slots, as in a decode step: a prefill
+    step writes snapshots from the tokens of its chunk, and one token is not a window."""
     original(batch)
     BatchNote.of(batch).prefill_plan = []
     batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
