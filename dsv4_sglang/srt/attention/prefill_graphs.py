@@ -27,8 +27,9 @@ SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 384, 640, 1088, 1664, 1920)
 LARGEST_CHUNK = 2048
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MAX_RECORDED_REQUESTS = 32
-# The same with DP attention, where the requests of a decoding rank join the prefill steps of other ranks.
-MAX_JOINED_REQUESTS = 256
+# The same with DP attention, where the requests of a decoding rank join the prefill steps of other ranks. Every layer
+# launches thread blocks for all of them.
+MAX_JOINED_REQUESTS = 128
 
 
 def switch_on(server_args: Any) -> None:
