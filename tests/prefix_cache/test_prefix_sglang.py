@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from support.prefix_tree import BLOCK, TIMES, Request, TreeServer, without_a_server
 
 from benchmarks.agent_trace import Turn
@@ -204,8 +205,8 @@ def test_the_requests_of_a_step_share_its_room() -> None:
 def test_only_prefill_steps_get_the_plan() -> None:
     backend = snapshot_schedule.PrefillPlanTaker()
     runner, plan = SimpleNamespace(attn_backend=backend), [[], [(BLOCK, 1)]]
-    for prefill, planned, expected in ((True, plan, plan), (True, [[], []], None), (False, plan, None)):
-        mode = SimpleNamespace(is_extend_without_speculative=lambda prefill=prefill: prefill)
+    prefill, decode = ForwardMode.EXTEND, ForwardMode.DECODE
+    for mode, planned, expected in ((prefill, plan, plan), (prefill, [[], []], None), (decode, plan, None)):
         batch = SimpleNamespace(forward_mode=mode, dsv4=BatchNote(prefill_plan=planned))
         assert snapshot_schedule.pass_plan_to_backend(lambda *arguments: arguments, int, batch, runner)
         assert backend.prefill_plan is expected
