@@ -212,12 +212,7 @@ def test_every_metric_is_published(server: Server) -> None:
     for metric in (*METRICS, *HOST_METRICS):
         expected = {f"{metric.exposed}_{part}" for part in ("bucket", "sum", "count")}
         assert names >= (expected if metric.kind == HISTOGRAM else {metric.exposed}), metric.name
-    load(server)
-    before = server.metrics()
-    load(server)
-    server.generate(prompt(5), 2)
-    after = server.metrics()
-    for name in (
+    increasing = (
         "hit_tokens_device",
         "hit_tokens_host",
         "first_token_seconds_count_hit",
@@ -229,9 +224,19 @@ def test_every_metric_is_published(server: Server) -> None:
         "host_save_seconds_count",
         "host_loaded_bytes",
         "host_load_seconds_sum",
-    ):
-        assert after[name] > before[name], name
-    assert after["first_token_seconds_count"] - before["first_token_seconds_count"] == 25, "one for each request"
+    )
+    load(server)
+    before = server.metrics()
+    # How long saves take decides whether blocks or slots run out first, so a load may evict for blocks only.
+    loads, constant = 0, [*increasing]
+    while constant and loads < 5:
+        load(server)
+        loads, after = loads + 1, server.metrics()
+        constant = [name for name in increasing if after[name] <= before[name]]
+    assert not constant
+    server.generate(prompt(5), 2)
+    counted = server.metrics()["first_token_seconds_count"] - before["first_token_seconds_count"]
+    assert counted == 24 * loads + 1, "one for each request"
 
 
 def test_top(server: Server) -> None:
