@@ -234,8 +234,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self, capture_metadata: StepMetadata, forward_batch: Any, *, static_forward_batch: Any = None
     ) -> None:
         """Prepare the replay of a recorded prefill step."""
-        staged = self.snapshots.stage(self.take_prefill_plan(), forward_batch.req_pool_indices.shape[0])
-        rolling = self.snapshots.rolling(self.take_rolling_plan(), forward_batch.batch_size)
+        requests = forward_batch.req_pool_indices.shape[0]
+        staged = self.snapshots.stage(self.take_prefill_plan(), requests)
+        rolling = self.snapshots.rolling(self.take_rolling_plan(), requests)
         inputs = prefill_inputs(forward_batch, self.req_to_token_pool, staged)
         self.recorder.replay(inputs, self.snapshots.staged, rolling)
         lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu

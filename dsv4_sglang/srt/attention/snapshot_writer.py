@@ -77,10 +77,7 @@ class SnapshotWriter:
                 copies.append((slots[at], snapshot))
         sources, targets = zip(*copies)
         table = torch.tensor([[*slots, *sources], [*lengths, *targets]], dtype=torch.int32)
-        device = self.state.rings.device
-        if device.type == "cuda":
-            table = table.pin_memory()
-        staged, due = table.to(device, non_blocking=True).split([requests * most, len(copies)], dim=1)
+        staged, due = self._send(table).split([requests * most, len(copies)], dim=1)
         self.staged = SlotCopies(*due)
         return StagedSnapshots(*staged.view(2, requests, most))
 
@@ -94,9 +91,12 @@ class SnapshotWriter:
         """
         if plan is None:
             return None
-        slots = torch.tensor([*plan, *[0] * (requests - len(plan))], dtype=torch.int32)
+        return self._send(torch.tensor([*plan, *[0] * (requests - len(plan))], dtype=torch.int32))
+
+    def _send(self, table: Tensor) -> Tensor:
+        """Return a table of the host on the device, without waiting for it."""
         device = self.state.rings.device
-        return (slots.pin_memory() if device.type == "cuda" else slots).to(device, non_blocking=True)
+        return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 
     def store(self, step: StepMetadata, *, timed: bool) -> None:
         """Take the snapshots of a decode or prefill step, after its last layer.
