@@ -9,8 +9,8 @@ trace's time stamps times a factor; 0.5 is twice the load. In both, the next req
 after its `delay`, which open loop multiplies by the factor. A line without `session_id` is a session of its own.
 
 Before the first load, prompts of the trace's lengths with other tokens run until their times settle, as many at once as
-the largest load has. The cache is flushed before each load. Each load appends a row to --out. FILE.requests.jsonl
-beside it gets one line per request.
+the largest load has and the server runs. The cache is flushed before each load. Each load appends a row to --out.
+FILE.requests.jsonl beside it gets one line per request.
 
 Ideal hits are those of an unbounded cache, and of optimal caches that know the future (Belady's, see `perfect_hits`)
 and hold the tokens of the device, those of device and host together, or --capacity tokens. The host's are its bytes
@@ -23,8 +23,8 @@ Misses relative to the unbounded cache:
 - `no_snapshot`: blocks were cached without a snapshot to resume from (from this package's metrics).
 - `other`: the rest, which was evicted.
 
-Nothing is sent after --seconds, and nothing of a load after --each seconds of it. `requests` is the number of requests
-sent, `of` the number in the trace.
+Nothing is sent after --seconds, and nothing of a load after --each seconds of it (one number, or one per load).
+`requests` is the number of requests sent, `of` the number in the trace.
 """
 
 from __future__ import annotations
@@ -287,6 +287,17 @@ def held_tokens(facts: Mapping[str, Any]) -> list[int]:
     return [device, device + round(size or ratio * device)]
 
 
+def warm_clients(facts: Mapping[str, Any], clients: int) -> int:
+    """Return how many of the clients the server runs at once; the others would only wait.
+
+    Args:
+        facts: facts of the server (`Bench.served`).
+        clients: largest number of clients of a load.
+    """
+    running = flag_value(shlex.split(facts.get("command", "")), "--max-running-requests")
+    return min(clients, int(running)) if running else clients
+
+
 def measure(args: argparse.Namespace, console: Console, subject: str, number: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each load of one server, and append its answers to FILE.requests.jsonl.
 
@@ -306,15 +317,17 @@ def measure(args: argparse.Namespace, console: Console, subject: str, number: in
         client, url, vocab = Client(server.url), server.url, args.vocab if args.url else bench.vocab
         capacities = sorted({*held_tokens(facts), *args.capacity})
         clients = max([*args.closed, *([2 if args.dry_run else OPEN_CLIENTS] if args.open else [])])
+        clients = warm_clients(facts, clients)
         most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
         rounds = warm_up(client, requests, clients, vocab, *most)
-        for loop, size in [("closed", n) for n in args.closed] + [("open", factor) for factor in args.open]:
+        loads = [("closed", n) for n in args.closed] + [("open", factor) for factor in args.open]
+        for (loop, size), seconds in zip(loads, args.each, strict=True):
             bench.check_time()
             client.flush()
             before = servers.metrics(url).get("lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
                 task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
-                deadline = min(args.deadline, time.monotonic() + args.each)
+                deadline = min(args.deadline, time.monotonic() + seconds)
                 replayer = Replayer(client, vocab, 0, args.cap, deadline, partial(bar.advance, task))
                 pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
             if not pairs:
@@ -359,19 +372,27 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--requests", type=int, help="only the first N requests")
     options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
-    options.add_argument("--each", type=float, default=math.inf, help="longest time of a load in seconds")
+    options.add_argument("--each", default="inf", help="longest time of a load in seconds, one for all or one per load")
     options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
     command_line.add_servers(options, "ours,sglang-best")
     command_line.add_url(options)
     args = options.parse_args(argv)
     command_line.resolve(options, args)
     args.closed, args.capacity = (command_line.numbers(options, n, getattr(args, n)) for n in ("closed", "capacity"))
-    try:
-        args.open = [float(text) for text in args.open.split(",") if text]
-    except ValueError as error:
-        options.error(f"--open {args.open}: {error}; expected numbers, separated by commas")
+    each = args.each
+    for name in ("open", "each"):
+        given = getattr(args, name)
+        try:
+            setattr(args, name, [float(text) for text in given.split(",") if text])
+        except ValueError as error:
+            options.error(f"--{name} {given}: {error}; expected numbers, separated by commas")
     if not args.closed + args.open or min(args.closed + args.open) <= 0:
         options.error(f"--closed {args.closed} --open {args.open}: expected at least one load, all above 0")
+    loads = len(args.closed + args.open)
+    if len(args.each) == 1:
+        args.each *= loads
+    if len(args.each) != loads or min(args.each) <= 0:
+        options.error(f"--each {each}: expected one number of seconds above 0, or one for each of {loads} loads")
     try:
         args.sent = [one for one in load(args.trace)[: args.requests] if one.tokens <= args.longest]
     except (OSError, ValueError) as error:

@@ -246,6 +246,29 @@ def test_tokens_of_device_and_host(flags: str, host: int | None) -> None:
     assert trace.held_tokens(sized) == [1000, 1000 + 500_000]
 
 
+def test_clients_that_the_server_runs_warm_it_up() -> None:
+    assert trace.warm_clients({"command": "-m sglang --max-running-requests 256 --max-running-requests 32"}, 375) == 32
+    assert trace.warm_clients({"command": "-m sglang --max-running-requests 256"}, 64) == 64
+    assert trace.warm_clients({}, 64) == 64
+
+
+@pytest.mark.parametrize(
+    ("each", "of_loads"), [("90", [90.0] * 3), ("90,100,300", [90.0, 100.0, 300.0]), (None, [float("inf")] * 3)]
+)
+def test_the_time_of_each_load(tmp_path: Path, each: str | None, of_loads: list[float]) -> None:
+    given = [str(written(tmp_path / "agents.jsonl", TINY)), "--closed", "2,8", "--open", "1"]
+    given += ["--out", str(tmp_path / "out.jsonl")]
+    assert trace.parsed(given + (["--each", each] if each else [])).each == of_loads
+
+
+@pytest.mark.parametrize("each", ["90,100", "0", "x", "90,100,-1"])
+def test_a_bad_time_of_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], each: str) -> None:
+    given = [str(written(tmp_path / "agents.jsonl", TINY)), "--closed", "2,8", "--open", "1"]
+    with pytest.raises(SystemExit):
+        trace.parsed([*given, "--out", str(tmp_path / "out.jsonl"), "--each", each])
+    assert f"--each {each}: " in capsys.readouterr().err
+
+
 @pytest.mark.server
 def test_a_trace_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both loops serve every agent request on a real server and hit at most the ideal."""
