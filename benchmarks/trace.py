@@ -24,7 +24,9 @@ Misses relative to the unbounded cache:
 - `other`: the rest, which was evicted.
 
 Nothing is sent after --seconds, and nothing of a load after --each seconds of it (one number, or one per load).
-`requests` is the number of requests sent, `of` the number in the trace.
+`requests` is the number of requests sent, `of` the number in the trace. In the first --fill seconds of a load its
+conversations begin, with prompts that no cache has: requests sent then are in no figure, but fill the caches, also the
+perfect ones. Rates are those of the answers that end between --fill and the last sending.
 """
 
 from __future__ import annotations
@@ -226,23 +228,36 @@ def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: in
     return settle(run, 1.5, most)
 
 
-def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lost: float | None) -> dict[str, Any]:
+def summary(
+    pairs: Sequence[tuple[Request, Done]],
+    capacities: Sequence[int],
+    lost: float | None,
+    fill: float = 0.0,
+    until: float = math.inf,
+) -> dict[str, Any]:
     """Return the figures of a load, and set `ideal`, `in_flight` and `partial_block` of each request.
 
     Args:
         pairs: requests and answers in the order of sending.
         capacities: tokens of bounded optimal caches.
         lost: tokens that the server computed again for lack of a snapshot; None if its metrics do not report them.
+        fill: requests sent in these first seconds are in no figure. At least one is sent later.
+        until: end of the sending in seconds.
     """
     requests, done = [one for one, _ in pairs], [one for _, one in pairs]
+    ends = [one.begin + one.total for one in done]
     computed = computed_hits(requests, [one.begin for one in done], [one.begin + one.first_token for one in done])
     for one, ideal, known in zip(done, perfect_hits(requests), computed, strict=True):
         one.ideal = ideal
         one.in_flight = max(0, min(ideal - one.cached, ideal - known))
         one.partial_block = max(0, min(ideal - one.cached - one.in_flight, ideal % BLOCK))
+    begun = next(number for number, one in enumerate(done) if one.begin >= fill)
+    bounded = {str(tokens): sum(perfect_hits(requests, tokens)[begun:]) for tokens in capacities}
+    until = min(until, max(ends))
+    answered = [one for one, end in zip(done, ends, strict=True) if fill <= end <= until]
+    seconds = until - fill
+    done = done[begun:]
     prompts, cached, ideal = (sum(getattr(one, name) for one in done) for name in ("prompt", "cached", "ideal"))
-    seconds = max(one.begin + one.total for one in done)
-    bounded = {str(tokens): sum(perfect_hits(requests, tokens)) for tokens in capacities}
     missed = sum(max(0, one.ideal - one.cached) for one in done)
     kinds = {name: sum(getattr(one, name) for one in done) for name in ("in_flight", "partial_block")}
     rest = missed - sum(kinds.values())
@@ -253,10 +268,11 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
     misses["share_of_computed"] = round(missed / max(1, prompts - cached), 4)
     return {
         "requests": len(done),
+        "fill_seconds": fill,
         "seconds": round(seconds, 2),
-        "requests_per_s": round(len(done) / seconds, 4),
-        "output_tokens_per_s": round(sum(one.output for one in done) / seconds, 2),
-        "prompt_tokens_per_s": round(prompts / seconds, 1),
+        "requests_per_s": round(len(answered) / seconds, 4),
+        "output_tokens_per_s": round(sum(one.output for one in answered) / seconds, 2),
+        "prompt_tokens_per_s": round(sum(one.prompt for one in answered) / seconds, 1),
         "prompt_tokens": prompts,
         "cached_tokens": cached,
         "tiers": {tier: sum(one.tiers[tier] for one in done) for tier in done[0].tiers},
@@ -273,7 +289,8 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
 
 
 def held_tokens(facts: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that fit on the device of a server and, with a host cache, on device and host together.
+    """Return the tokens that fit on the device of a server and, with a host cache whose tokens are known, on device and
+    host together.
 
     Args:
         facts: facts of the server (`Bench.served`).
@@ -282,9 +299,10 @@ def held_tokens(facts: Mapping[str, Any]) -> list[int]:
     flags = shlex.split(facts.get("command", ""))
     if "--enable-hierarchical-cache" not in flags or not device:
         return [device]
-    size = float(flag_value(flags, "--hicache-size") or 0) * 1e9 / facts["bytes_a_token"]
-    ratio = float(flag_value(flags, "--hicache-ratio") or HICACHE_RATIO)
-    return [device, device + round(size or ratio * device)]
+    if size := float(flag_value(flags, "--hicache-size") or 0):
+        bytes_a_token = facts.get("bytes_a_token")  # SGLang's own cache does not tell it
+        return [device, device + round(size * 1e9 / bytes_a_token)] if bytes_a_token else [device]
+    return [device, device + round(float(flag_value(flags, "--hicache-ratio") or HICACHE_RATIO) * device)]
 
 
 def warm_clients(facts: Mapping[str, Any], clients: int) -> int:
@@ -296,6 +314,29 @@ def warm_clients(facts: Mapping[str, Any], clients: int) -> int:
     """
     running = flag_value(shlex.split(facts.get("command", "")), "--max-running-requests")
     return min(clients, int(running)) if running else clients
+
+
+class LostTokens:
+    """Tokens that a server computes again for lack of a snapshot, counted from `fill` seconds after now on."""
+
+    def __init__(self, url: str, fill: float) -> None:
+        self._url = url
+        self._timer = threading.Timer(fill, self._start)
+        self._start()
+        if fill:
+            self._timer.start()
+
+    def _start(self) -> None:
+        self._before = self._read()
+
+    def _read(self) -> float | None:
+        return servers.metrics(self._url).get("lost_tokens")
+
+    def counted(self) -> float | None:
+        """Stop counting. Return None if the server's metrics do not report them."""
+        self._timer.cancel()
+        now = self._read()
+        return None if now is None or self._before is None else now - self._before
 
 
 def measure(args: argparse.Namespace, console: Console, subject: str, number: int) -> Iterator[dict[str, Any]]:
@@ -324,17 +365,19 @@ def measure(args: argparse.Namespace, console: Console, subject: str, number: in
         for (loop, size), seconds in zip(loads, args.each, strict=True):
             bench.check_time()
             client.flush()
-            before = servers.metrics(url).get("lost_tokens")
+            lost = LostTokens(url, args.fill)
+            begin = time.monotonic()
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
                 task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
-                deadline = min(args.deadline, time.monotonic() + seconds)
+                deadline = min(args.deadline, begin + seconds)
                 replayer = Replayer(client, vocab, 0, args.cap, deadline, partial(bar.advance, task))
                 pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
-            if not pairs:
+            counted = lost.counted()
+            if not pairs or pairs[-1][1].begin < args.fill:
+                console.print(f"{subject} {loop} {size:g}: no row, since nothing was sent after {args.fill:g} s")
                 continue
-            lost = None if before is None else servers.metrics(url)["lost_tokens"] - before
             row = {"measure": "trace", "loop": loop, "load": size, "of": len(requests), "warm_rounds": rounds}
-            row |= {**summary(pairs, capacities, lost), "server": facts}
+            row |= {**summary(pairs, capacities, counted, args.fill, deadline - begin), "server": facts}
             name = {"server": subject, "loop": loop, "load": size}
             with args.out.with_suffix(".requests.jsonl").open("a") as file:
                 file.writelines(json.dumps(name | asdict(done)) + "\n" for _, done in pairs)
@@ -373,6 +416,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
     options.add_argument("--each", default="inf", help="longest time of a load in seconds, one for all or one per load")
+    options.add_argument("--fill", type=float, default=0.0, help="first seconds of a load that are in no figure")
     options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
     command_line.add_servers(options, "ours,sglang-best")
     command_line.add_url(options)
@@ -393,6 +437,8 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         args.each *= loads
     if len(args.each) != loads or min(args.each) <= 0:
         options.error(f"--each {each}: expected one number of seconds above 0, or one for each of {loads} loads")
+    if not 0 <= args.fill < min(args.each):
+        options.error(f"--fill {args.fill:g}: expected seconds from 0 on, fewer than --each {each}")
     try:
         args.sent = [one for one in load(args.trace)[: args.requests] if one.tokens <= args.longest]
     except (OSError, ValueError) as error:

@@ -195,6 +195,24 @@ def test_misses_are_counted_by_cause() -> None:
     assert "no_snapshot" not in trace.summary(pairs, [], lost=None)["missed"]
 
 
+def test_requests_that_fill_the_cache_are_in_no_figure() -> None:
+    """Four requests of one prefix, 2 s apart, each answered after 1 s. The first two fill the caches until 3 s; the
+    last is answered after the end of the sending."""
+    spans = [trace.Done(at, 0.0, 1536, 7, hit, {"device": hit}, 0.5, 1.0, 0.1) for at, hit in ((0, 0), (2, 0))]
+    spans += [trace.Done(at, 0.0, 1536, 7, 768, {"device": 768}, first, 1.0, 0.1) for at, first in ((4, 0.2), (6, 0.4))]
+    pairs = list(zip([one(1, 2, last) for last in (3, 4, 5, 6)], spans))
+    row = trace.summary(pairs, [10**6], lost=256.0, fill=2.5, until=6.5)
+    assert (row["requests"], row["fill_seconds"], row["seconds"]) == (2, 2.5, 4.0)
+    assert (row["requests_per_s"], row["output_tokens_per_s"], row["prompt_tokens_per_s"]) == (0.5, 3.5, 768.0)
+    assert (row["ideal_tokens"], row["cached_tokens"]) == (2048, 1536)
+    assert row["hit_of_ideal"] == row["hit_of_bounded"]["1000000"] == 0.75
+    assert (row["missed"]["tokens"], row["missed"]["no_snapshot"], row["missed"]["other"]) == (512, 256, 256)
+    assert (row["first_token_ms"]["low"], row["first_token_ms"]["high"]) == (200.0, 400.0)
+    whole = trace.summary(pairs, [], lost=0.0)
+    assert (whole["requests"], whole["seconds"], whole["cached_tokens"]) == (4, 7.0, 1536)
+    assert whole["requests_per_s"] == round(4 / 7, 4)
+
+
 def test_the_end_that_fills_no_block_is_a_miss_of_its_own() -> None:
     """There are 1,535 ideal tokens, and the last 127 do not fill a block. A request that hits all others has no other
     misses."""
@@ -244,6 +262,10 @@ def test_tokens_of_device_and_host(flags: str, host: int | None) -> None:
     assert trace.held_tokens(facts) == ([1000] if host is None else [1000, 1000 + host])
     sized = facts | {"command": "--enable-hierarchical-cache --hicache-ratio 4 --hicache-size 2"}
     assert trace.held_tokens(sized) == [1000, 1000 + 500_000]
+    assert trace.held_tokens({name: fact for name, fact in facts.items() if name != "bytes_a_token"}) == (
+        [1000] if host is None else [1000, 1000 + host]
+    )
+    assert trace.held_tokens({"max_total_num_tokens": 1000, "command": sized["command"]}) == [1000]
 
 
 def test_clients_that_the_server_runs_warm_it_up() -> None:
@@ -264,9 +286,13 @@ def test_the_time_of_each_load(tmp_path: Path, each: str | None, of_loads: list[
 @pytest.mark.parametrize("each", ["90,100", "0", "x", "90,100,-1"])
 def test_a_bad_time_of_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], each: str) -> None:
     given = [str(written(tmp_path / "agents.jsonl", TINY)), "--closed", "2,8", "--open", "1"]
+    given += ["--out", str(tmp_path / "out.jsonl")]
     with pytest.raises(SystemExit):
-        trace.parsed([*given, "--out", str(tmp_path / "out.jsonl"), "--each", each])
+        trace.parsed([*given, "--each", each])
     assert f"--each {each}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        trace.parsed([*given, "--each", "90", "--fill", "90"])
+    assert "--fill 90: expected seconds from 0 on, fewer than --each 90" in capsys.readouterr().err
 
 
 @pytest.mark.server
