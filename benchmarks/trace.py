@@ -23,10 +23,10 @@ Misses relative to the unbounded cache:
 - `no_snapshot`: blocks were cached without a snapshot to resume from (from this package's metrics).
 - `other`: the rest, which was evicted.
 
-Nothing is sent after --seconds, and nothing of a load after --each seconds of it (one number, or one per load).
-`requests` is the number of requests sent, `of` the number in the trace. In the first --fill seconds of a load its
-conversations begin, with prompts that no cache has: requests sent then are in no figure, but fill the caches, also the
-perfect ones. Rates are those of the answers that end between --fill and the last sending.
+Nothing is sent after --seconds, and nothing of a load after --each seconds of it. In the first --fill seconds of a load
+its conversations begin, with prompts that no cache has: requests sent then are in no figure, but fill the caches, also
+the perfect ones. Both take one number, or one per load. Rates are those of the answers that end between --fill and the
+last sending. `requests` is the number of requests sent since --fill, `of` the number in the trace.
 """
 
 from __future__ import annotations
@@ -362,10 +362,10 @@ def measure(args: argparse.Namespace, console: Console, subject: str, number: in
         most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
         rounds = warm_up(client, requests, clients, vocab, *most)
         loads = [("closed", n) for n in args.closed] + [("open", factor) for factor in args.open]
-        for (loop, size), seconds in zip(loads, args.each, strict=True):
+        for (loop, size), seconds, fill in zip(loads, args.each, args.fill, strict=True):
             bench.check_time()
             client.flush()
-            lost = LostTokens(url, args.fill)
+            lost = LostTokens(url, fill)
             begin = time.monotonic()
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
                 task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
@@ -373,11 +373,11 @@ def measure(args: argparse.Namespace, console: Console, subject: str, number: in
                 replayer = Replayer(client, vocab, 0, args.cap, deadline, partial(bar.advance, task))
                 pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
             counted = lost.counted()
-            if not pairs or pairs[-1][1].begin < args.fill:
-                console.print(f"{subject} {loop} {size:g}: no row, since nothing was sent after {args.fill:g} s")
+            if not pairs or pairs[-1][1].begin < fill:
+                console.print(f"{subject} {loop} {size:g}: no row, since nothing was sent after {fill:g} s")
                 continue
             row = {"measure": "trace", "loop": loop, "load": size, "of": len(requests), "warm_rounds": rounds}
-            row |= {**summary(pairs, capacities, counted, args.fill, deadline - begin), "server": facts}
+            row |= {**summary(pairs, capacities, counted, fill, deadline - begin), "server": facts}
             name = {"server": subject, "loop": loop, "load": size}
             with args.out.with_suffix(".requests.jsonl").open("a") as file:
                 file.writelines(json.dumps(name | asdict(done)) + "\n" for _, done in pairs)
@@ -416,15 +416,15 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
     options.add_argument("--each", default="inf", help="longest time of a load in seconds, one for all or one per load")
-    options.add_argument("--fill", type=float, default=0.0, help="first seconds of a load that are in no figure")
+    options.add_argument("--fill", default="0", help="first seconds of a load that are in no figure, as for --each")
     options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
     command_line.add_servers(options, "ours,sglang-best")
     command_line.add_url(options)
     args = options.parse_args(argv)
     command_line.resolve(options, args)
     args.closed, args.capacity = (command_line.numbers(options, n, getattr(args, n)) for n in ("closed", "capacity"))
-    each = args.each
-    for name in ("open", "each"):
+    seconds = {"each": args.each, "fill": args.fill}
+    for name in ("open", *seconds):
         given = getattr(args, name)
         try:
             setattr(args, name, [float(text) for text in given.split(",") if text])
@@ -433,12 +433,13 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     if not args.closed + args.open or min(args.closed + args.open) <= 0:
         options.error(f"--closed {args.closed} --open {args.open}: expected at least one load, all above 0")
     loads = len(args.closed + args.open)
-    if len(args.each) == 1:
-        args.each *= loads
-    if len(args.each) != loads or min(args.each) <= 0:
-        options.error(f"--each {each}: expected one number of seconds above 0, or one for each of {loads} loads")
-    if not 0 <= args.fill < min(args.each):
-        options.error(f"--fill {args.fill:g}: expected seconds from 0 on, fewer than --each {each}")
+    for name, given in seconds.items():
+        if len(getattr(args, name)) == 1:
+            setattr(args, name, loads * getattr(args, name))
+        if len(getattr(args, name)) != loads:
+            options.error(f"--{name} {given}: expected one number of seconds, or one for each of {loads} loads")
+    if any(not 0 <= fill < each for fill, each in zip(args.fill, args.each, strict=True)):
+        options.error(f"--fill {seconds['fill']}: expected seconds from 0 on, fewer than --each {seconds['each']}")
     try:
         args.sent = [one for one in load(args.trace)[: args.requests] if one.tokens <= args.longest]
     except (OSError, ValueError) as error:

@@ -281,18 +281,26 @@ def test_the_time_of_each_load(tmp_path: Path, each: str | None, of_loads: list[
     given = [str(written(tmp_path / "agents.jsonl", TINY)), "--closed", "2,8", "--open", "1"]
     given += ["--out", str(tmp_path / "out.jsonl")]
     assert trace.parsed(given + (["--each", each] if each else [])).each == of_loads
+    assert trace.parsed([*given, "--fill", "5"]).fill == [5.0] * 3
+    assert trace.parsed([*given, "--fill", "5,6,0"]).fill == [5.0, 6.0, 0.0]
 
 
-@pytest.mark.parametrize("each", ["90,100", "0", "x", "90,100,-1"])
-def test_a_bad_time_of_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], each: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--each 90,100", "--each 90,100: expected one number of seconds, or one for each of 3 loads"),
+        ("--each x", "--each x: could not convert string to float: 'x'; expected numbers, separated by commas"),
+        ("--each 0", "--fill 0: expected seconds from 0 on, fewer than --each 0"),
+        ("--fill 1,2", "--fill 1,2: expected one number of seconds, or one for each of 3 loads"),
+        ("--each 90 --fill 9,90,9", "--fill 9,90,9: expected seconds from 0 on, fewer than --each 90"),
+        ("--fill=-1", "--fill -1: expected seconds from 0 on, fewer than --each inf"),
+    ],
+)
+def test_bad_times_of_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     given = [str(written(tmp_path / "agents.jsonl", TINY)), "--closed", "2,8", "--open", "1"]
-    given += ["--out", str(tmp_path / "out.jsonl")]
     with pytest.raises(SystemExit):
-        trace.parsed([*given, "--each", each])
-    assert f"--each {each}: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        trace.parsed([*given, "--each", "90", "--fill", "90"])
-    assert "--fill 90: expected seconds from 0 on, fewer than --each 90" in capsys.readouterr().err
+        trace.parsed([*given, "--out", str(tmp_path / "out.jsonl"), *flags.split()])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.server
