@@ -406,27 +406,39 @@ def test_figures_of_a_larger_share_of_snapshots() -> None:
     )
 
 
-def test_figures_of_a_trace() -> None:
-    cells: dict[str, list[str]] = {}
-    for subject in ("ours", "sglang-best"):
-        (row,) = [row for row in rows_of("trace") if row["subject"] == subject]
-        p50, p95, p99 = (row["first_token_ms"][quantile] / 1e3 for quantile in ("p50", "p95", "p99"))
-        (tokens,) = map(int, row["bounded_ideal_tokens"])
-        for label, figures in (
-            (
-                "tokens in the cache, live tokens, million",
-                f"{tokens / 1e6:.2f}, {row['live_tokens'] / 1e6:.2f}",
-            ),
-            ("requests/s", f"{row['requests_per_s']:.1f}"),
-            ("hits, %", f"{100 * row['hit_of_ideal']:.1f}"),
-            ("first token, p50/p95/p99", f"{p50:.2g}/{p95:.1f}/{p99:.1f} s"),
-        ):
-            cells.setdefault(label, []).append(figures)
-    text = LOAD.read_text()
-    for label, (ours, theirs) in cells.items():
-        assert f"| {label} | {ours} | {theirs} |" in text
-    missed = next(row["missed"] for row in rows_of("trace") if row["subject"] == "ours")
-    share = missed["no_snapshot"] / next(row["ideal_tokens"] for row in rows_of("trace") if row["subject"] == "ours")
+def test_figures_of_agents_under_load() -> None:
+    loads: dict[str, dict[str, dict]] = {}
+    for row in rows_of("trace"):
+        host = ", host cache" * ("--enable-hierarchical-cache" in row["server"]["flags"])
+        loads.setdefault(f"{row['loop']} {row['load']:g}{host}", {})[row["subject"]] = row
+    text, labels = (
+        unwrapped(LOAD),
+        {
+            "open 1": "open loop, 60 agents",
+            "closed 30": "closed loop, 30 agents",
+            "closed 93": "93 agents",
+            "closed 93, host cache": "93 agents, host cache",
+        },
+    )
+    assert loads.keys() == labels.keys()
+    for load, label in labels.items():
+        pair = [loads[load][subject] for subject in ("ours", "sglang-best")]
+        cells = [label, "/".join(f"{row['live_tokens'] / 1e6:.2f}" for row in pair)]
+        cells.append("/".join(f"{row['requests_per_s']:.1f}" for row in pair))
+        cells.append("/".join(f"{100 * row['hit_of_ideal']:.1f}" for row in pair))
+        for quantile in ("p50", "p95"):
+            seconds = (row["first_token_ms"][quantile] / 1e3 for row in pair)
+            cells.append(
+                "/".join(f"{s:.0f}" if s > 10 else f"{s:.1f}" if s > 1 else f"{s:.2g}" for s in seconds) + " s"
+            )
+        assert f"| {' | '.join(cells)} |" in text
+    ours, theirs = (loads["closed 93, host cache"][subject] for subject in ("ours", "sglang-best"))
+    held = [[int(tokens) for tokens in row["bounded_ideal_tokens"]] for row in (ours, theirs)]
+    assert f"{held[0][0] / 1e6:.2f} M tokens, SGLang {held[1][0] / 1e6:.2f} M" in text
+    on_host = [(both - device) / 1e6 for device, both in held]
+    assert f"equal bytes: {on_host[0]:.1f} M tokens, SGLang {on_host[1]:.1f} M" in text
+    full = loads["open 1"]["ours"]
+    share = full["missed"]["no_snapshot"] / full["ideal_tokens"]
     assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
 
 
