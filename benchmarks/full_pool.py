@@ -1,12 +1,16 @@
-"""Benchmark a pool that is full of cached conversations: the CPU time of an eviction, and decode throughput.
+"""Benchmark a pool that is full of cached conversations: the CPU time of an eviction, and decode throughput; and the
+CPU time of a lookup.
 
-    python -m benchmarks.full_pool --measure eviction
+    python -m benchmarks.full_pool --measure eviction,lookup
     python -m benchmarks.full_pool --measure decode --resume [--conversations 5000,20000]
 
 SGLang asks for one free page per request before each decode step, so with a full pool nearly every step evicts.
 
 - eviction: needs no GPU. Trees of 100 to 100,000 conversations of 1,024 tokens, each one leaf. CPU time of the call
   with which SGLang's scheduler gets 256 free pages when it lacks those of one conversation.
+- lookup: needs no GPU. Trees with a conversation of 1 to 200 turns of 1,024 tokens. CPU time of the call with which
+  SGLang's scheduler looks up the prompt of the next turn: once per request, and with a cache-aware `--schedule-policy`
+  for each waiting request before each prefill step.
 - decode: decode tokens/s (as `benchmarks.serve` measures it) with an empty pool, then with the pool full. The pool has
   room for the given number of conversations of 256 tokens, a page of SGLang. Each part is one server and one number of
   conversations, and takes 2 to 5 minutes. `--resume` runs the missing parts.
@@ -26,10 +30,12 @@ from benchmarks import bench, command_line, report
 from benchmarks.servers import Server
 
 LEAVES, QUICK_LEAVES, DRY_LEAVES, EVICTIONS = (100, 1_000, 10_000, 100_000), (100, 1_000), (100,), 200
+TURNS, DRY_TURNS, LOOKUPS = (1, 10, 50, 200), (10,), 200
 # Tokens of a cached conversation, and conversations per request of the client.
 FILL, BATCH, CLIENTS = 256, 32, 4
 # This package's tree, and SGLang's with LRU on its two tree cores. Its servers use the one in Rust.
 TREES = ("ours", "sglang-python", "sglang-rust")
+MEASURES = ("eviction", "lookup", "decode")
 # Conversations that are sent per conversation that fits, so that the pool is full.
 OVERFILL = 1.1
 
@@ -46,6 +52,16 @@ def evictions(kind: str, leaves: tuple[int, ...]) -> Iterator[dict[str, Any]]:
                 "leaves": count,
                 **FullTree(kind, count).evictions(EVICTIONS),
             }
+
+
+def lookups(kind: str, turns: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the CPU times of lookups of one kind of tree."""
+    from benchmarks.full_pool_tree import LongConversation, without_a_server
+
+    with without_a_server():
+        for count in turns:
+            times = LongConversation(kind, count).lookups(LOOKUPS)
+            yield {"measure": "lookup", "subject": kind, "turns": count, **times}
 
 
 class Bench(bench.Bench):
@@ -79,8 +95,8 @@ class Bench(bench.Bench):
 
 def main(argv: list[str] | None = None) -> int:
     options = command_line.report_parser(__doc__)
-    options.add_argument("--measure", default="eviction,decode", help="some of %(default)s")
-    options.add_argument("--trees", default=",".join(TREES), help="trees of evictions (%(default)s)")
+    options.add_argument("--measure", default=",".join(MEASURES), help="some of %(default)s")
+    options.add_argument("--trees", default=",".join(TREES), help="trees of evictions and lookups (%(default)s)")
     options.add_argument("--conversations", default="5000,20000", help="sizes of the pool (%(default)s)")
     command_line.add_servers(options, "ours,sglang-best")
     command_line.add_decode(options)
@@ -88,8 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     args = options.parse_args(argv)
     command_line.resolve(options, args)
     measures, trees = args.measure.split(","), args.trees.split(",")
-    if unknown := set(measures) - {"eviction", "decode"}:
-        options.error(f"--measure {min(unknown)}: expected eviction, decode or both")
+    if unknown := set(measures) - {*MEASURES}:
+        options.error(f"--measure {min(unknown)}: expected some of {', '.join(MEASURES)}")
     if unknown := set(trees) - {*TREES}:
         options.error(f"--trees {min(unknown)}: expected some of {', '.join(TREES)}")
     pools = command_line.numbers(options, "conversations", args.conversations)
@@ -99,6 +115,9 @@ def main(argv: list[str] | None = None) -> int:
         for tree in trees:
             leaves = DRY_LEAVES if args.dry_run else QUICK_LEAVES if args.quick else LEAVES
             result.part(f"eviction/{tree}", partial(evictions, tree, leaves))
+    if "lookup" in measures:
+        for tree in trees:
+            result.part(f"lookup/{tree}", partial(lookups, tree, DRY_TURNS if args.dry_run else TURNS))
     if "decode" in measures:
         made = Bench(args, args.out)
         for count in pools:
@@ -110,9 +129,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tables(result: report.Report) -> None:
-    rows = {name: [row for row in result.rows if row["measure"] == name] for name in ("eviction", "decode")}
+    rows = {name: [row for row in result.rows if row["measure"] == name] for name in MEASURES}
     if rows["eviction"]:
         result.table("CPU time of an eviction", ["subject", "leaves", "p50 ms", "p95 ms", "max ms"], rows["eviction"])
+    if rows["lookup"]:
+        result.table("CPU time of a lookup", ["subject", "turns", "p50 ms", "p95 ms", "max ms"], rows["lookup"])
     if rows["decode"]:
         columns = ["subject", "conversations", "tokens", "pool", "at", "value", "low", "high", "of empty"]
         result.table("decode tokens/s", columns, rows["decode"])

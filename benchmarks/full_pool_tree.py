@@ -1,4 +1,4 @@
-"""Prefix trees in this process, full of conversations, to time their evictions: this package's and SGLang's own."""
+"""Prefix trees in this process, to time evictions and lookups: this package's and SGLang's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba
@@ -28,6 +28,8 @@ from dsv4_sglang.srt.sglang.models import replaced
 
 # Tokens of a conversation, and running requests, for each of which SGLang keeps a free page in every decode step.
 CONVERSATION, REQUESTS = 8 * BLOCK, 256
+# Tokens of a turn of a long conversation: a prompt and an answer, each of which ends with a snapshot.
+TURN = 2, 4 * BLOCK
 
 
 class Pool(StateReqToTokenPool):
@@ -54,17 +56,13 @@ def without_a_server() -> Iterator[None]:
         yield
 
 
-class FullTree:
-    """A tree in a pool that is full of `conversations`, each of which is one leaf.
+class Tree:
+    """A tree in a pool of `tokens` tokens. SGLang's has the blocks only and not its windows, so that it does less than
+    on a server."""
 
-    Here every conversation has a snapshot. SGLang's tree has the blocks only and not its windows, so that it does less
-    for an eviction than on a server.
-    """
-
-    def __init__(self, kind: str, conversations: int) -> None:
+    def __init__(self, kind: str, tokens: int, snapshots: int) -> None:
         """`kind`: one of `full_pool.TREES`."""
-        tokens = conversations * CONVERSATION + REQUESTS * BLOCK
-        self.pool = Pool(conversations + REQUESTS)
+        self.pool = Pool(snapshots)
         self.allocator = PagedTokenToKVPoolAllocator(tokens, BLOCK, torch.uint8, "cpu", None, False)
         params = CacheInitParams(
             disable=False,
@@ -81,22 +79,56 @@ class FullTree:
             params.tree_components = (ComponentType.FULL,)
             params.tree_core_backend = kind.removeprefix("sglang-")
             self.cache = UnifiedRadixCache(params)
-        self._numbers = itertools.count()
-        for _ in range(conversations):
-            self.insert()
 
-    def insert(self) -> None:
-        """Insert a new conversation into free pages, as at the end of a request."""
-        number = next(self._numbers)
-        key = RadixKey(array("q", range(number << 20, (number << 20) + CONVERSATION)), None)
-        value = self.allocator.alloc(CONVERSATION)
-        assert value is not None, "the step before has evicted for 256 pages"
+    def put(self, ids: array[int], since: int = 0) -> None:
+        """Insert a path into free pages, as at the end of a request. The tree has its first `since` tokens."""
+        value = self.allocator.alloc(len(ids) - since)
+        assert value is not None, "too few free pages"
         snapshot = None
         if self.ours:
             slots = self.pool.mamba_ckpt_pool
             slots.registry.tick()
             snapshot = slots.node_value(slots.take())
-        self.cache.insert(InsertParams(key=key, value=value, mamba_value=snapshot))
+        # The tree keeps its own pages of the beginning.
+        value = torch.cat([torch.zeros(since, dtype=value.dtype), value])
+        key = RadixKey(ids, None)
+        self.cache.insert(InsertParams(key=key, value=value, mamba_value=snapshot, prev_prefix_len=since))
+
+
+class LongConversation(Tree):
+    """A tree with one conversation of `turns` turns."""
+
+    def __init__(self, kind: str, turns: int) -> None:
+        parts, tokens = TURN
+        super().__init__(kind, (turns + 1) * parts * tokens, (turns + 1) * parts)
+        self.ids = array("q", range(turns * parts * tokens))
+        for end in range(tokens, len(self.ids) + 1, tokens):
+            self.put(self.ids[:end], end - tokens)
+
+    def lookups(self, count: int) -> dict[str, float]:
+        """Look up the prompt of the next turn `count` times. Return CPU times."""
+        prompt, times = self.ids + array("q", range(BLOCK)), []
+        for _ in range(count):
+            start = time.thread_time()
+            found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt, None)))
+            times.append(1e3 * (time.thread_time() - start))
+            assert found.device_prefix_len == len(self.ids)
+        return spread(times)
+
+
+class FullTree(Tree):
+    """A tree in a pool that is full of `conversations`, each of which is one leaf, here with a snapshot."""
+
+    def __init__(self, kind: str, conversations: int) -> None:
+        super().__init__(kind, conversations * CONVERSATION + REQUESTS * BLOCK, conversations + REQUESTS)
+        self._numbers = itertools.count()
+        for _ in range(conversations):
+            self.insert()
+
+    def insert(self) -> None:
+        """Insert a new conversation."""
+        number = next(self._numbers)
+        self.put(array("q", range(number << 20, (number << 20) + CONVERSATION)))
 
     def evictions(self, count: int) -> dict[str, float]:
         """Evict `count` times as before a decode step of 256 requests, each time after a new conversation. Return CPU
@@ -108,6 +140,10 @@ class FullTree:
             self.allocator.evict_to_free_tokens(self.cache, REQUESTS * BLOCK)
             times.append(1e3 * (time.thread_time() - start))
             assert self.allocator.available_size() >= REQUESTS * BLOCK
-        times.sort()
-        p95 = times[int(0.95 * len(times))]
-        return {"p50 ms": round(statistics.median(times), 4), "p95 ms": round(p95, 4), "max ms": round(times[-1], 4)}
+        return spread(times)
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    times = sorted(times)
+    p95 = times[int(0.95 * len(times))]
+    return {"p50 ms": round(statistics.median(times), 4), "p95 ms": round(p95, 4), "max ms": round(times[-1], 4)}
