@@ -1,16 +1,16 @@
 """Benchmark a pool that is full of cached conversations: the CPU time of an eviction, and decode throughput; and the
-CPU time of a lookup.
+CPU time of lookups and insertions in long conversations.
 
-    python -m benchmarks.full_pool --measure eviction,lookup
+    python -m benchmarks.full_pool --measure eviction,turn
     python -m benchmarks.full_pool --measure decode --resume [--conversations 5000,20000]
 
 SGLang asks for one free page per request before each decode step, so with a full pool nearly every step evicts.
 
 - eviction: needs no GPU. Trees of 100 to 100,000 conversations of 1,024 tokens, each one leaf. CPU time of the call
   with which SGLang's scheduler gets 256 free pages when it lacks those of one conversation.
-- lookup: needs no GPU. Trees with a conversation of 1 to 200 turns of 1,024 tokens. CPU time of the call with which
-  SGLang's scheduler looks up the prompt of the next turn: once per request, and with a cache-aware `--schedule-policy`
-  for each waiting request before each prefill step.
+- turn: needs no GPU. Trees with a conversation of 1 to 200 turns of 1,024 tokens. CPU times of the calls with which
+  SGLang's scheduler looks up the prompt of the next turn (once per request, and with a cache-aware `--schedule-policy`
+  for each waiting request before each prefill step), and inserts the end of a prompt or of an answer.
 - decode: decode tokens/s (as `benchmarks.serve` measures it) with an empty pool, then with the pool full. The pool has
   room for the given number of conversations of 256 tokens, a page of SGLang. Each part is one server and one number of
   conversations, and takes 2 to 5 minutes. `--resume` runs the missing parts.
@@ -30,12 +30,12 @@ from benchmarks import bench, command_line, report
 from benchmarks.servers import Server
 
 LEAVES, QUICK_LEAVES, DRY_LEAVES, EVICTIONS = (100, 1_000, 10_000, 100_000), (100, 1_000), (100,), 200
-TURNS, DRY_TURNS, LOOKUPS = (1, 10, 50, 200), (10,), 200
+TURNS, DRY_TURNS, INSERTIONS = (1, 10, 50, 200), (10,), 20
 # Tokens of a cached conversation, and conversations per request of the client.
 FILL, BATCH, CLIENTS = 256, 32, 4
 # This package's tree, and SGLang's with LRU on its two tree cores. Its servers use the one in Rust.
 TREES = ("ours", "sglang-python", "sglang-rust")
-MEASURES = ("eviction", "lookup", "decode")
+MEASURES = ("eviction", "turn", "decode")
 # Conversations that are sent per conversation that fits, so that the pool is full.
 OVERFILL = 1.1
 
@@ -44,7 +44,7 @@ def evictions(kind: str, leaves: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Yield the CPU times of evictions of one kind of tree."""
     from benchmarks.full_pool_tree import FullTree, without_a_server
 
-    with without_a_server():
+    with without_a_server(kind):
         for count in leaves:
             yield {
                 "measure": "eviction",
@@ -54,14 +54,16 @@ def evictions(kind: str, leaves: tuple[int, ...]) -> Iterator[dict[str, Any]]:
             }
 
 
-def lookups(kind: str, turns: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the CPU times of lookups of one kind of tree."""
-    from benchmarks.full_pool_tree import LongConversation, without_a_server
+def turns(kind: str, counts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the CPU times of lookups and insertions of one kind of tree."""
+    from benchmarks.full_pool_tree import LongConversation, spread, without_a_server
 
-    with without_a_server():
-        for count in turns:
-            times = LongConversation(kind, count).lookups(LOOKUPS)
-            yield {"measure": "lookup", "subject": kind, "turns": count, **times}
+    with without_a_server(kind):
+        for count in counts:
+            long = LongConversation(kind, count, INSERTIONS)
+            row = {"measure": "turn", "subject": kind, "turns": count}
+            yield {**row, "call": "lookup", **spread([long.look_up(long.end)[0] for _ in range(10 * INSERTIONS)])}
+            yield {**row, "call": "insertion", **spread([long.extend() for _ in range(INSERTIONS)])}
 
 
 class Bench(bench.Bench):
@@ -96,7 +98,7 @@ class Bench(bench.Bench):
 def main(argv: list[str] | None = None) -> int:
     options = command_line.report_parser(__doc__)
     options.add_argument("--measure", default=",".join(MEASURES), help="some of %(default)s")
-    options.add_argument("--trees", default=",".join(TREES), help="trees of evictions and lookups (%(default)s)")
+    options.add_argument("--trees", default=",".join(TREES), help="trees of evictions and turns (%(default)s)")
     options.add_argument("--conversations", default="5000,20000", help="sizes of the pool (%(default)s)")
     command_line.add_servers(options, "ours,sglang-best")
     command_line.add_decode(options)
@@ -115,9 +117,9 @@ def main(argv: list[str] | None = None) -> int:
         for tree in trees:
             leaves = DRY_LEAVES if args.dry_run else QUICK_LEAVES if args.quick else LEAVES
             result.part(f"eviction/{tree}", partial(evictions, tree, leaves))
-    if "lookup" in measures:
+    if "turn" in measures:
         for tree in trees:
-            result.part(f"lookup/{tree}", partial(lookups, tree, DRY_TURNS if args.dry_run else TURNS))
+            result.part(f"turn/{tree}", partial(turns, tree, DRY_TURNS if args.dry_run else TURNS))
     if "decode" in measures:
         made = Bench(args, args.out)
         for count in pools:
@@ -132,8 +134,9 @@ def tables(result: report.Report) -> None:
     rows = {name: [row for row in result.rows if row["measure"] == name] for name in MEASURES}
     if rows["eviction"]:
         result.table("CPU time of an eviction", ["subject", "leaves", "p50 ms", "p95 ms", "max ms"], rows["eviction"])
-    if rows["lookup"]:
-        result.table("CPU time of a lookup", ["subject", "turns", "p50 ms", "p95 ms", "max ms"], rows["lookup"])
+    if rows["turn"]:
+        columns = ["subject", "turns", "call", "p50 ms", "p95 ms", "max ms"]
+        result.table("CPU times of a turn", columns, rows["turn"])
     if rows["decode"]:
         columns = ["subject", "conversations", "tokens", "pool", "at", "value", "low", "high", "of empty"]
         result.table("decode tokens/s", columns, rows["decode"])

@@ -7,8 +7,9 @@ import statistics
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
@@ -24,6 +25,7 @@ from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
 from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.prefix_cache import component
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.sglang import tree_core
 from dsv4_sglang.srt.sglang.models import replaced
 
 # Tokens of a conversation, and running requests, for each of which SGLang keeps a free page in every decode step.
@@ -43,8 +45,9 @@ class Pool(StateReqToTokenPool):
 
 
 @contextmanager
-def without_a_server() -> Iterator[None]:
-    """Context manager: replace the server settings that SGLang's component for snapshots reads."""
+def without_a_server(kind: str) -> Iterator[None]:
+    """Context manager: replace the server settings that SGLang's component for snapshots reads and, for our tree, what
+    a server's hooks replace. `kind`: one of `full_pool.TREES`."""
     settings = SimpleNamespace(mamba=SimpleNamespace(mamba_max_states_per_path=-1))
     of_sglang = {
         "get_exec": lambda: settings,
@@ -52,7 +55,12 @@ def without_a_server() -> Iterator[None]:
         "mamba_checkpoint_grid": lambda page_size: BLOCK,
     }
     alone = SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0)
-    with replaced(mamba, **of_sglang), replaced(component, get_parallel=lambda: alone):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(mamba, **of_sglang))
+        stack.enter_context(replaced(component, get_parallel=lambda: alone))
+        if kind == "ours":
+            for function in (tree_core.child_key_at, tree_core.match_at):
+                stack.enter_context(patch.object(RadixKey, function.__name__, function))
         yield
 
 
@@ -96,24 +104,33 @@ class Tree:
 
 
 class LongConversation(Tree):
-    """A tree with one conversation of `turns` turns."""
+    """A tree with one conversation of `turns` turns, and room for `more` ends of turns."""
 
-    def __init__(self, kind: str, turns: int) -> None:
+    def __init__(self, kind: str, turns: int, more: int) -> None:
         parts, tokens = TURN
-        super().__init__(kind, (turns + 1) * parts * tokens, (turns + 1) * parts)
-        self.ids = array("q", range(turns * parts * tokens))
-        for end in range(tokens, len(self.ids) + 1, tokens):
-            self.put(self.ids[:end], end - tokens)
+        super().__init__(kind, (turns * parts + more) * tokens, turns * parts + more)
+        self.ids = array("q", range((turns * parts + more) * tokens))
+        self.end = 0
+        for _ in range(turns * parts):
+            self.extend()
 
-    def lookups(self, count: int) -> dict[str, float]:
-        """Look up the prompt of the next turn `count` times. Return CPU times."""
-        prompt, times = self.ids + array("q", range(BLOCK)), []
-        for _ in range(count):
-            start = time.thread_time()
-            found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt, None)))
-            times.append(1e3 * (time.thread_time() - start))
-            assert found.device_prefix_len == len(self.ids)
-        return spread(times)
+    def extend(self) -> float:
+        """Insert the next end of a turn. Return the CPU time in ms."""
+        start, self.end = self.end, self.end + TURN[1]
+        below = self.cache.tree_core.inserting_below(self.look_up(start)[1]) if self.ours else nullcontext()
+        begin = time.thread_time()
+        with below:
+            self.put(self.ids[: self.end], start)
+        return 1e3 * (time.thread_time() - begin)
+
+    def look_up(self, end: int) -> tuple[float, int]:
+        """Look up a prompt that goes on after `end` tokens. Return the CPU time in ms, and the node that it finds."""
+        prompt = self.ids[:end] + array("q", range(BLOCK))
+        begin = time.thread_time()
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt, None)))
+        elapsed = 1e3 * (time.thread_time() - begin)
+        assert found.device_prefix_len == end
+        return elapsed, found.last_device_node
 
 
 class FullTree(Tree):

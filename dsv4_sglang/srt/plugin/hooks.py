@@ -19,7 +19,7 @@ from dsv4_sglang.srt.plugin.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.plugin.sglang_contract import Hook
 from dsv4_sglang.srt.plugin.startup_check import build_or_reject
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
-from dsv4_sglang.srt.sglang import targets
+from dsv4_sglang.srt.sglang import targets, tree_core
 
 SRT = "sglang.srt."
 _UPDATER = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -110,6 +110,10 @@ ALWAYS: Table = {
     },
     "a finished request is inserted up to its last snapshot; SGLang would insert a state with all drafts": {
         targets.MAY_CACHE_FINISHED: always_cache
+    },
+    "keys are tuples of integers and are compared in parts, so a lookup in 200 turns takes twice as long": {
+        SRT + "mem_cache.radix_cache.RadixKey.child_key_at": tree_core.child_key_at,
+        SRT + "mem_cache.radix_cache.RadixKey.match_at": tree_core.match_at,
     },
     "a finished save frees memory for waiting requests; SGLang lets them wait until a running one ends": {
         SRT + "managers.scheduler.Scheduler.get_new_batch_prefill": snapshot_schedule.note_running_batch

@@ -44,6 +44,11 @@ OVERRIDES = (
         _evict_device_end="it frees that list",
     ),
     *_overridden(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore",
+        "dsv4_sglang.srt.sglang.tree_core.TreeCore",
+        _advance_insert="it walks from the root; here the walk begins at the node that the request holds",
+    ),
+    *_overridden(
         "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
         "dsv4_sglang.srt.prefix_cache.component.SnapshotComponent",
         _evict_device_next_node="it evicts snapshots if live slots are short, which frees no live slot",

@@ -16,6 +16,7 @@ from dsv4_sglang.srt.prefix_cache.hints import apply_hints
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
 from dsv4_sglang.srt.prefix_cache.pins import Pins
 from dsv4_sglang.srt.sglang.tree import nodes_of
+from dsv4_sglang.srt.sglang.tree_core import NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -46,6 +47,7 @@ class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
 
     def __init__(self, params: Any) -> None:
         self.pins = Pins(self)
+        params.tree_core_backend = NAME
         super().__init__(params)
         component_of(self).metrics.pins = self.pins
 
@@ -62,7 +64,8 @@ class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
 
     def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
         before = req.last_node
-        super().checkpoint(req, up_to=up_to, **arguments)
+        with self.tree_core.inserting_below(before):
+            super().checkpoint(req, up_to=up_to, **arguments)
         if req.finished():
             if req.last_node == self.root_node.id:  # nothing was inserted
                 req.last_node = before
