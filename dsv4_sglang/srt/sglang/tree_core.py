@@ -27,7 +27,8 @@ class TreeCore(UnifiedTreeCore):
     @contextmanager
     def inserting_below(self, node: int) -> Iterator[None]:
         """Context manager: all paths that are inserted inside go through the node of this id, which is locked."""
-        self._known = self.node_by_id(node)
+        known = self.node_by_id(node)
+        self._known = known if known is not self.root_node else None
         try:
             yield
         finally:
