@@ -454,6 +454,13 @@ def test_figures_of_twice_the_snapshots() -> None:
     ) in unwrapped(LOAD)
 
 
+def test_figures_of_a_lookup() -> None:
+    rows = [row for row in rows_of("full_pool_turns") if (row["turns"], row["call"]) == (200, "lookup")]
+    ours, theirs = (next(row["p50 ms"] for row in rows if row["subject"] == tree) for tree in ("ours", "sglang-rust"))
+    line = f"| CPU time of a lookup, conversation of 200 turns | {ours:.1f} ms | {theirs:.1f} ms |"
+    assert line in (ROOT / "docs" / "benchmarks" / "limits.md").read_text()
+
+
 def test_figures_of_agents_with_hints() -> None:
     rows = {row["part"]: row for row in rows_of("agents_hints")}
     first = {part: row["first_token_s"] for part, row in rows.items()}
