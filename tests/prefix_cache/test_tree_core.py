@@ -79,13 +79,13 @@ def put(cache: Any, blocks: int, since: int) -> int:
     return int(cache.insert(inserted).last_device_node)
 
 
-@pytest.mark.parametrize("known", [0, 1, 2, 4])
+@pytest.mark.parametrize(("known", "since"), [(0, 0), (1, 1), (2, 2), (4, 4), (1, 3), (3, 1)])
 @pytest.mark.parametrize("end", [3, 5, 8])
 def test_an_insertion_below_a_known_node_gives_the_same_tree(
-    monkeypatch: pytest.MonkeyPatch, known: int, end: int
+    monkeypatch: pytest.MonkeyPatch, known: int, since: int, end: int
 ) -> None:
     """A path of four nodes of one block each is extended, or its beginning is inserted again. Nodes up to the known one
-    are not compared."""
+    are not compared, unless the request has blocks of its own before it. These are freed."""
     without_a_server(monkeypatch)
     compared: list[Any] = []
     match_at = RadixKey.match_at
@@ -96,9 +96,9 @@ def test_an_insertion_below_a_known_node_gives_the_same_tree(
         nodes = [cache.root_node.id, *(put(cache, blocks, blocks - 1) for blocks in range(1, 5))]
         compared.clear()
         with cache.tree_core.inserting_below(nodes[known]) if below else nullcontext():
-            put(cache, end, min(known, end))
+            put(cache, end, min(since, end))
         comparisons.append(len(compared))
-        trees.append(shape(cache.tree_core.root_node))
+        trees.append((shape(cache.tree_core.root_node), cache.token_to_kv_pool_allocator.available_size()))
     assert trees[0] == trees[1]
     on_path = min(4, end)
-    assert comparisons == [on_path, on_path - known if known <= end else on_path]
+    assert comparisons == [on_path, on_path - known if known <= min(since, end) else on_path]

@@ -38,7 +38,8 @@ class TreeCore(UnifiedTreeCore):
     def _advance_insert(self) -> Any:
         state, known = self._ongoing_insert_walk_state, self._known
         begins = known is not None and state.node is self.root_node
-        if begins and (length := length_of(known)) <= len(state.key):
+        # The walk frees blocks after `prev_prefix_len` that the tree has already.
+        if begins and (length := length_of(known)) <= min(state.params.prev_prefix_len, len(state.key)):
             state.node, state.total_prefix_length = known, length
             state.key, state.value = state.key[length:], state.value[length:]
         return super()._advance_insert()
