@@ -411,15 +411,13 @@ def test_figures_of_agents_under_load() -> None:
     for row in rows_of("trace"):
         host = ", host cache" * ("--enable-hierarchical-cache" in row["server"]["flags"])
         loads.setdefault(f"{row['loop']} {row['load']:g}{host}", {})[row["subject"]] = row
-    text, labels = (
-        unwrapped(LOAD),
-        {
-            "open 1": "open loop, 60 agents",
-            "closed 30": "closed loop, 30 agents",
-            "closed 93": "93 agents",
-            "closed 93, host cache": "93 agents, host cache",
-        },
-    )
+    labels = {
+        "open 1": "open loop, 60 agents",
+        "closed 30": "closed loop, 30 agents",
+        "closed 93": "93 agents",
+        "closed 93, host cache": "93 agents, host cache",
+    }
+    text = unwrapped(LOAD)
     assert loads.keys() == labels.keys()
     for load, label in labels.items():
         pair = [loads[load][subject] for subject in ("ours", "sglang-best")]

@@ -20,7 +20,8 @@ from dsv4_sglang.srt.prefix_cache import metrics
 from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
 from dsv4_sglang.srt.prefix_cache.events import note_change
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
-from dsv4_sglang.srt.prefix_cache.tree_paths import ghost_hash, path_to_root
+from dsv4_sglang.srt.prefix_cache.tree_paths import ghost_hash
+from dsv4_sglang.srt.sglang.tree import length_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -227,7 +228,7 @@ class HostSnapshotComponent(SnapshotComponent):
         if slot is not None:
             registry.note_copy(CopyEvent.SAVE, slot)
             return
-        self._add_to_registry(node, registry.host_id(row), sum(len(part.key) for part in path_to_root(node)))
+        self._add_to_registry(node, registry.host_id(row), length_of(node))
 
     def free_host_values(self, host_values: list[Tensor]) -> None:
         for rows in host_values:

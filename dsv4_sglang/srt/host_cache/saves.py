@@ -10,8 +10,8 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.host_copy import CopyEvent
 from dsv4_sglang.srt.prefix_cache.policy import CANDIDATES
 from dsv4_sglang.srt.prefix_cache.registry import SnapshotRegistry
-from dsv4_sglang.srt.prefix_cache.tree_paths import path_to_root
 from dsv4_sglang.srt.sglang.host_transfers import note_backup, start_backup
+from dsv4_sglang.srt.sglang.tree import path_to_root
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.srt.prefix_cache.tenants import NO_LIMIT
-from dsv4_sglang.srt.prefix_cache.tree_paths import path_to_root
+from dsv4_sglang.srt.sglang.tree import length_of
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
@@ -105,7 +105,7 @@ class Pins:
         """
         if node.component_data[ComponentType.MAMBA].value is None:
             return False
-        tokens = sum(len(part.key) for part in path_to_root(node))
+        tokens = length_of(node)
         self._pins[key] = Pin(tokens, until, self._cache.lock(node.id))
         return True
 

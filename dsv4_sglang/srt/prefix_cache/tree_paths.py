@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,17 +10,11 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+from dsv4_sglang.srt.sglang.tree import path_to_root
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
-
-
-def path_to_root(node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:
-    """Yield the nodes from this one up to the child of the root."""
-    while node.parent is not None:
-        yield node
-        node = node.parent
 
 
 def snapshot_above(slots: SnapshotSlots, node: UnifiedTreeNode) -> int:

@@ -13,6 +13,18 @@ def nodes_of(core: Any) -> int:
     return len(core._node_arena)
 
 
+def path_to_root(node: Any) -> Iterator[Any]:
+    """Yield the nodes from this one up to the child of the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def length_of(node: Any) -> int:
+    """Return the length of the path that ends at a node, in units of its keys: tokens or bigrams."""
+    return sum(len(part.key) for part in path_to_root(node))
+
+
 def check_tree(cache: Any) -> None:
     """Run the check of the tree that an idle scheduler of SGLang runs. It raises AssertionError.
 

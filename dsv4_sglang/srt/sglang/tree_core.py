@@ -11,6 +11,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 
+from dsv4_sglang.srt.sglang.tree import length_of
+
 NAME = "dsv4_sglang"
 
 
@@ -46,15 +48,6 @@ class TreeCore(UnifiedTreeCore):
 
 
 register_tree_core_backend(NAME, TreeCore)
-
-
-def length_of(node: UnifiedTreeNode) -> int:
-    """Return the length of the path that ends at a node, in units of its keys: tokens or bigrams."""
-    length = 0
-    while node.parent is not None:
-        length += len(node.key)
-        node = node.parent
-    return length
 
 
 def child_key_at(self: RadixKey, offset: int, page_size: int = 1) -> Hashable:
