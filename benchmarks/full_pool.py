@@ -9,8 +9,8 @@ SGLang asks for one free page per request before each decode step, so with a ful
 - eviction: needs no GPU. Trees of 100 to 100,000 conversations of 1,024 tokens, each one leaf. CPU time of the call
   with which SGLang's scheduler gets 256 free pages when it lacks those of one conversation.
 - turn: needs no GPU. Trees with a conversation of 1 to 200 turns of 1,024 tokens. CPU times of the calls with which
-  SGLang's scheduler looks up the prompt of the next turn (once per request, and with a cache-aware `--schedule-policy`
-  for each waiting request before each prefill step), and inserts the end of a prompt or of an answer.
+  SGLang's scheduler looks up the prompt of the next turn, looks it up again (with a cache-aware `--schedule-policy`
+  each waiting request before each prefill step), and inserts the end of a prompt or of an answer.
 - decode: decode tokens/s (as `benchmarks.serve` measures it) with an empty pool, then with the pool full. The pool has
   room for the given number of conversations of 256 tokens, a page of SGLang. Each part is one server and one number of
   conversations, and takes 2 to 5 minutes. `--resume` runs the missing parts.
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import bench, command_line, report
@@ -62,7 +63,11 @@ def turns(kind: str, counts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         for count in counts:
             long = LongConversation(kind, count, INSERTIONS)
             row = {"measure": "turn", "subject": kind, "turns": count}
-            yield {**row, "call": "lookup", **spread([long.look_up(long.end)[0] for _ in range(10 * INSERTIONS)])}
+            waiting = SimpleNamespace(session=None)
+            for call, request in (("lookup", None), ("lookup again", waiting)):
+                long.look_up(long.end, request)
+                times = [long.look_up(long.end, request)[0] for _ in range(10 * INSERTIONS)]
+                yield {**row, "call": call, **spread(times)}
             yield {**row, "call": "insertion", **spread([long.extend() for _ in range(INSERTIONS)])}
 
 

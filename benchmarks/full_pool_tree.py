@@ -123,11 +123,12 @@ class LongConversation(Tree):
             self.put(self.ids[: self.end], start)
         return 1e3 * (time.thread_time() - begin)
 
-    def look_up(self, end: int) -> tuple[float, int]:
-        """Look up a prompt that goes on after `end` tokens. Return the CPU time in ms, and the node that it finds."""
+    def look_up(self, end: int, request: object = None) -> tuple[float, int]:
+        """Look up a prompt that goes on after `end` tokens. Return the CPU time in ms, and the node that it finds.
+        `request`: the request, if it may have been looked up before."""
         prompt = self.ids[:end] + array("q", range(BLOCK))
         begin = time.thread_time()
-        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt, None)))
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt, None), req=request))
         elapsed = 1e3 * (time.thread_time() - begin)
         assert found.device_prefix_len == end
         return elapsed, found.last_device_node

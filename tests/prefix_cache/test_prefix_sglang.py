@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from support.prefix_tree import BLOCK, TIMES, Request, TreeServer, without_a_server
+from support.prefix_tree import BLOCK, LONGEST_ANSWER, TIMES, Request, TreeServer, without_a_server
 
 from benchmarks.agent_trace import Turn
 from benchmarks.simulated_server import Simulation
@@ -372,6 +372,7 @@ def test_idle_checks_of_the_tree_are_cheap(monkeypatch: pytest.MonkeyPatch) -> N
 
 def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
     hits, tenants = 0, (None,) if server.component.slots.tenant_percent == NO_LIMIT else (None, "a", "b", "c")
+    waiting: list[Request] = []
     for _ in range(steps):
         kind = rng.random()
         some = rng.choice(server.running) if server.running else None
@@ -382,7 +383,11 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
                 line = rng.choice(lines)
                 base = line[: rng.randint(0, len(line))]
             keys = [*base, *(rng.randrange(3) for _ in range(rng.randint(1, 8)))]
-            request = server.admit(keys, rng.choice((0, 1, 2, 64, 127)), rng.choice(tenants))
+            waiting.append(server.queue(keys, rng.choice((0, 1, 2, 64, 127)), rng.choice(tenants)))
+            # A cache-aware schedule policy looks up every waiting request.
+            for request in waiting:
+                server._match(request)
+            request = server.admit_queued(waiting.pop(rng.randrange(len(waiting)))) if rng.random() < 0.8 else None
             if request is not None and rng.random() < 0.4:
                 server.give_hints(request, rng)
             hits += request is not None and len(request.prefix_indices) > 0
@@ -390,7 +395,8 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
             server.prefill(some)
         elif kind < 0.75:
             server.prefill_all(some)
-            server.decode(some, rng.randrange(3))
+            if some.computed < some.prompt + LONGEST_ANSWER - 2 * BLOCK:
+                server.decode(some, rng.randrange(3))
         elif kind < 0.88:
             server.finish(some)
         elif kind < 0.92:

@@ -1,22 +1,28 @@
-"""Keys of tree nodes compare as SGLang's, and insertions below a known node give the tree that SGLang's walk gives."""
+"""Keys of tree nodes compare as SGLang's. Insertions below a known node give the tree that SGLang's walk gives, and
+lookups from one find what SGLang's finds (`BlockOwner._check_match`)."""
 
 from __future__ import annotations
 
 from array import array
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from support.prefix_tree import TreeServer, without_a_server
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.component import component_of
 from dsv4_sglang.srt.sglang import tree_core
+from dsv4_sglang.srt.sglang.tree import evict_from_device
 
 TOKENS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 1), max_size=24)
 NAME_SPACES = st.sampled_from([(None, None), ("a", None), ("a", "b"), (None, "b")])
@@ -79,6 +85,15 @@ def put(cache: Any, blocks: int, since: int) -> int:
     return int(cache.insert(inserted).last_device_node)
 
 
+@contextmanager
+def counted_comparisons() -> Iterator[list[Any]]:
+    """Context manager: yield a list with one entry per comparison of a node with a key."""
+    compared: list[Any] = []
+    match_at = RadixKey.match_at
+    with patch.object(RadixKey, "match_at", lambda *given, **named: compared.append(0) or match_at(*given, **named)):
+        yield compared
+
+
 @pytest.mark.parametrize(("known", "since"), [(0, 0), (1, 1), (2, 2), (4, 4), (1, 3), (3, 1)])
 @pytest.mark.parametrize("end", [3, 5, 8])
 def test_an_insertion_below_a_known_node_gives_the_same_tree(
@@ -87,18 +102,50 @@ def test_an_insertion_below_a_known_node_gives_the_same_tree(
     """A path of four nodes of one block each is extended, or its beginning is inserted again. Nodes up to the known one
     are not compared, unless the request has blocks of its own before it. These are freed."""
     without_a_server(monkeypatch)
-    compared: list[Any] = []
-    match_at = RadixKey.match_at
-    monkeypatch.setattr(RadixKey, "match_at", lambda *given, **named: compared.append(0) or match_at(*given, **named))
     trees, comparisons = [], []
     for below in (False, True):
         cache = TreeServer(32, 16).cache
         nodes = [cache.root_node.id, *(put(cache, blocks, blocks - 1) for blocks in range(1, 5))]
-        compared.clear()
-        with cache.tree_core.inserting_below(nodes[known]) if below else nullcontext():
+        below_known = cache.tree_core.inserting_below(nodes[known]) if below else nullcontext()
+        with below_known, counted_comparisons() as compared:
             put(cache, end, min(since, end))
         comparisons.append(len(compared))
         trees.append((shape(cache.tree_core.root_node), cache.token_to_kv_pool_allocator.available_size()))
     assert trees[0] == trees[1]
     on_path = min(4, end)
     assert comparisons == [on_path, on_path - known if known <= min(since, end) else on_path]
+
+
+def test_a_lookup_begins_where_the_last_one_of_its_request_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_server(monkeypatch)
+    cache, waiting = TreeServer(32, 16).cache, SimpleNamespace(session=None)
+    component = component_of(cache)
+
+    def look_up(blocks: int = 8, of: Any = waiting, end: int = 0) -> tuple[int, int]:
+        """Look up a prompt. Return the blocks that it finds, and the number of nodes that were compared with it."""
+        key = RadixKey(array("q", [*range(blocks * BLOCK), *[-1] * end]), None)
+        with counted_comparisons() as compared:
+            found = cache.match_prefix(MatchPrefixParams(key=key, req=of))
+        return found.device_prefix_len // BLOCK, len(compared)
+
+    assert look_up() == (0, 0)
+    nodes = [put(cache, blocks, blocks - 1) for blocks in range(1, 4)]
+    assert [look_up(), look_up()] == [(3, 3), (3, 1)]
+    nodes.append(put(cache, 6, 3))
+    assert look_up() == (6, 2), "the end and what followed it"
+    assert look_up(4, None, end=BLOCK) == (3, 4), "another prompt splits the last node"
+    assert look_up() == (6, 1)
+    evict_from_device(component, cache.tree_core.node_by_id(nodes[-1]))
+    assert look_up() == (3, 1), "blocks without a snapshot"
+    assert look_up(2) == (2, 2), "a shorter prompt, from the root"
+    assert [look_up(), look_up()] == [(3, 4), (3, 1)]
+    cache.evict_for_alloc(EvictParams(num_tokens=3 * BLOCK))
+    assert [look_up(), look_up()] == [(3, 3), (3, 1)], "the end is gone"
+    # SGLang's lookup ends at a node whose blocks neither the device nor the host has.
+    lost = cache.tree_core.node_by_id(nodes[1]).component_data[ComponentType.FULL]
+    lost.value, kept = None, lost.value
+    assert [look_up(), look_up(of=None)] == [(1, 1), (1, 1)]
+    lost.value = kept
+    assert look_up() == (3, 3)
+    cache.reset()
+    assert look_up() == (0, 0)

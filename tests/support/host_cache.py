@@ -49,7 +49,7 @@ from dsv4_sglang.srt.memory.pools import CacheKVPool
 from dsv4_sglang.srt.plugin.prefix_cache_factory import build_prefix_cache
 from dsv4_sglang.srt.sglang.tree import evict_from_host
 from support.fake_streams import Event, Stream, Streams
-from support.prefix_tree import BLOCK, MAX_LENGTH, BlockOwner, Pool, Request
+from support.prefix_tree import BLOCK, LONGEST_ANSWER, BlockOwner, Pool, Request
 
 LAYERS = 4
 WITH_BLOCKS = (0, 2, 3)
@@ -255,6 +255,8 @@ class HostCacheServer(BlockOwner):
         self.controller: TransferController = cache.cache_controller
         self.chunks, self.aborts, self.flushes = chunks, aborts, flushes
         self.running: list[Request] = []
+        # Requests that a cache-aware schedule policy looks up while they wait.
+        self.queue: list[Request] = []
         # Requests that wait for their fetches, each with its name in the cache.
         self.waiting: list[tuple[Request, Any]] = []
         # The request whose prompt is computed in part.
@@ -413,7 +415,7 @@ class HostCacheServer(BlockOwner):
         if self.chunked is not None and (step := self._next_chunk(self.chunked)):
             return [step], -1, self._kind(step)
         if len(self.running) < MOST_RUNNING and not self.draining and self.rng.random() < 0.35:
-            request = self._fetched_prompt() if self.cache.enable_storage else self._prompt()
+            request = self._fetched_prompt() if self.cache.enable_storage else self._queued_prompt()
             if request is not None and (step := self._admit(request)):
                 return [step], self._consumer, self._kind(step)
         steps = [self._decode(request) for request in list(self.running) if request.decoding]
@@ -425,7 +427,7 @@ class HostCacheServer(BlockOwner):
     def _fetched_prompt(self) -> Request | None:
         """Start a fetch and return a request whose fetch has ended, as Scheduler._get_new_batch_prefill_raw does."""
         if len(self.waiting) < 4:
-            request = self._prompt()
+            request = self._queued_prompt()
             self.waiting.append((request, self.begin_prefetch(request.origin_input_ids, request.rid)))
         for request, name in self.waiting:
             if self.cache.check_prefetch_progress(name):
@@ -452,6 +454,14 @@ class HostCacheServer(BlockOwner):
             self.draining = True
             for request in [request for request in self.running if self.rng.random() < 0.5]:
                 self._abort(request)
+
+    def _queued_prompt(self) -> Request:
+        """Look up all waiting requests, and return one."""
+        while len(self.queue) < 3:
+            self.queue.append(self._prompt())
+        for request in self.queue:
+            self._match(request)
+        return self.queue.pop(self.rng.randrange(len(self.queue)))
 
     def _prompt(self) -> Request:
         rng, unique = self.rng, self.admitted + 1
@@ -598,8 +608,6 @@ class HostCacheServer(BlockOwner):
         """Decode several tokens at once, at most up to the end of the block, so that many steps end blocks."""
         begin = request.computed
         end = min(begin + self.rng.choice([1, 40, BLOCK]), begin // BLOCK * BLOCK + BLOCK)
-        if end + BLOCK > MAX_LENGTH:
-            return None
         if end > request.allocated and not self._make_room(1):
             if self.rng.random() < 0.5:
                 self.retract(request)
@@ -629,8 +637,8 @@ class HostCacheServer(BlockOwner):
                     self.finish(request)
                 else:
                     self._insert(request)
-            elif kind == "decode" and dice < 0.25:  # while the next step runs, which includes it
-                self.finish(request)
+            elif kind == "decode" and (dice < 0.25 or request.computed >= request.prompt + LONGEST_ANSWER - BLOCK):
+                self.finish(request)  # while the next step runs, which includes it
 
     def finish(self, request: Request) -> None:
         self.history.append(list(request.full_untruncated_fill_ids))

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -47,6 +48,11 @@ from support.kv_mirror import Mirror
 # Factor on the number of steps of the random tests (docs/design/integrity.md).
 TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
 MAX_LENGTH = 64 * BLOCK
+# Longest answer of a request with random hints, whose pin is charged with it.
+LONGEST_ANSWER = 4 * BLOCK
+# What a lookup returns that its finalizers keep.
+FOUND = ("device_prefix_len", "last_device_node", "last_host_node", "best_match_node", "host_hit_length")
+FOUND += ("mamba_host_hit_length", "mamba_branching_seqlen", "full_kv_hit_length", "last_visited_node_id")
 
 
 def without_a_server(monkeypatch: Any) -> None:
@@ -217,7 +223,7 @@ class BlockOwner:
             ]
             key = request.cache_salt or "", str(pin["name"])
             with suppress(ValueError):
-                self.cache.pins.check(key, min(MAX_LENGTH, request.prompt + 4 * BLOCK), earlier)
+                self.cache.pins.check(key, request.prompt + LONGEST_ANSWER, earlier)
                 actions["pin"] = pin
         request.kv_hints = hints(**actions)
 
@@ -275,10 +281,19 @@ class BlockOwner:
         key = RadixKey(
             request.origin_input_ids, request.extra_key, limit=request.prompt - 1, cache_salt=request.cache_salt
         )
-        match = self.cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
+        params = MatchPrefixParams(key=key, cow_mamba=True, req=request)
+        match = self.cache.match_prefix(params)
+        self._check_match(params, match)
         request.last_node, request.mamba_branching_seqlen = match.last_device_node, match.mamba_branching_seqlen
         request.prefix_indices = self._indices(match)
         return match
+
+    def _check_match(self, params: MatchPrefixParams, match: Any) -> None:
+        """Assert that SGLang's walk from the root finds the same. The nodes are split already."""
+        core, key = self.cache.tree_core, params.key.page_aligned(BLOCK)
+        if len(key):
+            expected = UnifiedTreeCore._match_prefix_helper(core, key, params)
+            assert [getattr(match, name) for name in FOUND] == [getattr(expected, name) for name in FOUND]
 
     def _indices(self, match: Any) -> torch.Tensor:
         return self.cache.path_device_indices(match.last_device_node)
@@ -345,10 +360,17 @@ class TreeServer(BlockOwner):
 
     # Admission, as in Scheduler.get_new_batch_prefill and alloc_for_extend
 
-    def admit(self, keys: list[int], tail: int = 1, salt: str | None = None) -> Request | None:
+    def queue(self, keys: list[int], tail: int = 1, salt: str | None = None) -> Request:
+        """Return a request that waits."""
         self._unique += 1
         request = Request(list(keys), tail, self._unique)
         request.cache_salt = salt
+        return request
+
+    def admit(self, keys: list[int], tail: int = 1, salt: str | None = None) -> Request | None:
+        return self.admit_queued(self.queue(keys, tail, salt))
+
+    def admit_queued(self, request: Request) -> Request | None:
         if not self.pool.free_slots or request.prompt + 2 * BLOCK > MAX_LENGTH:
             return None
         self._match(request)

@@ -47,6 +47,7 @@ OVERRIDES = (
         "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore",
         "dsv4_sglang.srt.sglang.tree_core.TreeCore",
         _advance_insert="it walks from the root; here the walk begins at the node that the request holds",
+        _match_prefix_helper="it walks from the root, too; here at the node where the request's last lookup ended",
     ),
     *_overridden(
         "sglang.srt.mem_cache.unified_cache.components.MambaComponent",

@@ -14,12 +14,14 @@ from dsv4_sglang.srt.prefix_cache.component import component_of
 from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 from dsv4_sglang.srt.prefix_cache.hints import apply_hints
 from dsv4_sglang.srt.prefix_cache.leaves import EvictableLeaves
+from dsv4_sglang.srt.prefix_cache.notes import RequestNote
 from dsv4_sglang.srt.prefix_cache.pins import Pins
 from dsv4_sglang.srt.sglang.tree import nodes_of
 from dsv4_sglang.srt.sglang.tree_core import NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 # Minimum pause between two checks of the tree, as a multiple of the duration of the last check.
@@ -61,6 +63,17 @@ class PrefixCache(UnifiedRadixCache, PrefixCacheContract):
         self.now = max(self.now, now)
         self.pins.expire(self.now)
         component_of(self).slots.registry.end_hints(self.now)
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Look up a prompt. A request that waits is looked up several times, and each lookup begins where the last one
+        ended."""
+        if params.req is None:
+            return super().match_prefix(params)
+        note = RequestNote.of(params.req)
+        with self.tree_core.matching_from(note.matched):
+            result = super().match_prefix(params)
+        note.matched = result.last_visited_node_id
+        return result
 
     def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
         before = req.last_node

@@ -46,12 +46,14 @@ class RequestNote(Note):
         reached: upper bound of the length after the last planned step, prefill or verify.
         first_token_waits_in: label `cache` of the metric of the first token; None once that is measured.
         keeps_cache: the request is retracted because memory is short, and its KV cache stays in the tree.
+        matched: id of the tree node at which the last lookup of the request ended; None if it found nothing.
     """
 
     pending: list[Pending] | None = None
     reached: int = 0
     first_token_waits_in: str | None = None
     keeps_cache: bool = False
+    matched: int | None = None
 
 
 @dataclass

@@ -4,47 +4,117 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 
-from dsv4_sglang.srt.sglang.tree import length_of
+from dsv4_sglang.srt.sglang.tree import length_of, path_to_root
 
 NAME = "dsv4_sglang"
 
 
 class TreeCore(UnifiedTreeCore):
-    """SGLang's tree core, in which an insertion begins at the node that its request holds.
+    """SGLang's tree core, whose walks begin at a node that the request is known to reach.
 
-    SGLang's begins at the root. It compares the tokens of every node on the path, and copies the rest of the path after
-    each. In a conversation of 200 turns that takes 80 ms, in which no request gets a token. It also counts a hit of
-    each node, which matters only where the host saves nodes after some hits; here `HostSaves` decides what is saved.
+    SGLang's begin at the root. An insertion compares the tokens of every node on the path, and copies the rest of the
+    path after each: in a conversation of 200 turns that takes 80 ms, in which no request gets a token. It also counts a
+    hit of each node, which matters only where the host saves nodes after some hits; here `HostSaves` decides what is
+    saved. A cache-aware `--schedule-policy` looks up every waiting request before each prefill step.
     """
 
-    # The paths to insert go through this node (`inserting_below`).
-    _known: UnifiedTreeNode | None = None
+    # The paths to insert go through this node (`inserting_below`), and those to look up go to its parent
+    # (`matching_from`).
+    _inserts_below: UnifiedTreeNode | None = None
+    _matches_from: UnifiedTreeNode | None = None
 
     @contextmanager
     def inserting_below(self, node: int) -> Iterator[None]:
         """Context manager: all paths that are inserted inside go through the node of this id, which is locked."""
         known = self.node_by_id(node)
-        self._known = known if known is not self.root_node else None
+        self._inserts_below = known if known is not self.root_node else None
         try:
             yield
         finally:
-            self._known = None
+            self._inserts_below = None
+
+    @contextmanager
+    def matching_from(self, node: int | None) -> Iterator[None]:
+        """Context manager: a lookup inside is of a path that went to the node of this id (`last_visited_node_id` of an
+        earlier lookup; None if there was none). The node may have been split or removed since then."""
+        self._matches_from = self._node_arena.get(node)
+        try:
+            yield
+        finally:
+            self._matches_from = None
 
     def _advance_insert(self) -> Any:
-        state, known = self._ongoing_insert_walk_state, self._known
+        state, known = self._ongoing_insert_walk_state, self._inserts_below
         begins = known is not None and state.node is self.root_node
         # The walk frees blocks after `prev_prefix_len` that the tree has already.
         if begins and (length := length_of(known)) <= min(state.params.prev_prefix_len, len(state.key)):
             state.node, state.total_prefix_length = known, length
             state.key, state.value = state.key[length:], state.value[length:]
         return super()._advance_insert()
+
+    def _match_prefix_helper(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
+        path, ends = self._known_path(key)
+        node, end, action = (path[-1], ends[-1], None) if path else (self.root_node, 0, None)
+        while end < len(key):
+            below = node.children.get(key.child_key_at(end, self.page_size))
+            if below is None or _lost(below):
+                break
+            common = below.key.match_at(key, end, page_size=self.page_size)
+            parts = common < len(below.key)
+            node, action = self._split_node(below.key, below, common) if parts else (below, None)
+            end += common
+            path.append(node)
+            ends.append(end)
+            if parts:
+                break
+        on_device = self._resumable(path, params, on_device=True)
+        best = self._resumable(path, params, on_device=False) if self.enable_hicache else on_device
+        # Of the blocks of the path, the rest needs only their number.
+        blocks = [range(ends[on_device - 1])] if on_device else []
+        return self._match_post_processor(
+            params,
+            blocks,
+            path[best - 1] if best else self.root_node,
+            path[on_device - 1] if on_device else self.root_node,
+            len(blocks),
+            end,
+            action,
+            last_visited_node_id=path[-1].id if path else None,
+            device_validators=self._create_match_validators(params, match_device_only=True),
+        )
+
+    def _known_path(self, key: RadixKey) -> tuple[list[UnifiedTreeNode], list[int]]:
+        """Return the nodes from the root down to the parent of the node to match from, and the length of the path at
+        the end of each. The node itself is compared with the key again. Return nothing if a walk must begin at the
+        root."""
+        if self._matches_from is None:
+            return [], []
+        path = list(path_to_root(self._matches_from.parent))[::-1]
+        ends = list(accumulate(len(node.key) for node in path))
+        fits = not path or ends[-1] <= len(key)
+        return (path, ends) if fits and not any(map(_lost, path)) else ([], [])
+
+    def _resumable(self, path: list[UnifiedTreeNode], params: MatchPrefixParams, *, on_device: bool) -> int:
+        """Return the number of nodes up to the last one at which a request can resume: one with blocks and a snapshot,
+        both on the device or, without `on_device`, on the host."""
+        valid = self._create_match_validators(params, match_device_only=on_device)
+        return next((end for end in range(len(path), 0, -1) if all(check(path[end - 1]) for check in valid)), 0)
+
+
+def _lost(node: UnifiedTreeNode) -> bool:
+    """Return whether neither the device nor the host has the blocks of a node. SGLang's lookup ends there."""
+    blocks = node.component_data[BASE_COMPONENT_TYPE]
+    return blocks.value is None and blocks.host_value is None
 
 
 register_tree_core_backend(NAME, TreeCore)
