@@ -30,10 +30,12 @@ from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt.features.integrity.audit import audit
 from dsv4_sglang.srt.features.integrity.owners import COPIES
 from dsv4_sglang.srt.host_cache import storage as storage_module
+from dsv4_sglang.srt.host_cache import transfers
 from dsv4_sglang.srt.host_cache.folder import USED, stored_files
 from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host_cache.storage import FileStorage
 from dsv4_sglang.srt.host_cache.transfers import TransferController, remaining_blocks
+from dsv4_sglang.srt.launch.error import LaunchError
 
 ALSO_SHM = pytest.mark.parametrize(
     "storage", ["file", "nixl", pytest.param("shm", marks=pytest.mark.full)], indirect=True
@@ -261,6 +263,18 @@ def fetched(server: HostCacheServer, tokens: list[int]) -> int:
 
 def host_held(server: HostCacheServer) -> tuple[int, int]:
     return server.cache.full_kv_pool_host.used_rows, server.cache.mamba_pool_host.used_rows
+
+
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
+def test_a_server_without_the_hash_of_pages_does_not_start(monkeypatch: pytest.MonkeyPatch, restarted: Start) -> None:
+    """SGLang compiles it at its first use. Threads of the storage must not, since a flush waits for them for 10 s."""
+
+    def without_a_compiler(*_: Any) -> None:
+        raise RuntimeError("Failed to load HiCache native hash extension") from OSError("no g++\nin PATH")
+
+    monkeypatch.setattr(transfers, "get_hash_str", without_a_compiler)
+    with pytest.raises(LaunchError, match=r"cannot be compiled \(no g\+\+\). Install g\+\+, ninja"), restarted():
+        pass
 
 
 @pytest.mark.parametrize("storage", ["file"], indirect=True)

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult, StackStrategy, build_pool_entry
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.runtime_context import get_memory
 from torch import Tensor
 
@@ -145,6 +146,7 @@ class TransferController(HybridCacheController):
         return super().write_storage(host_indices, token_ids, hash_value, prefix_keys, extra_pools)
 
     def attach_storage_backend(self, *arguments: Any, **named: Any) -> None:
+        compile_page_hash()
         super().attach_storage_backend(*arguments, **named)
         if isinstance(self.storage_backend, SharedMemoryStorage):
             self.page_get_func = self.storage_backend.read_blocks
@@ -168,6 +170,23 @@ class TransferController(HybridCacheController):
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Keep host indices on the CPU, which launches the copies."""
         return host_indices, device_indices
+
+
+def compile_page_hash() -> None:
+    """Compile SGLang's hash of stored pages, unless it is compiled. Otherwise a thread of the storage would do so at
+    its first use, and a flush, which waits for the thread for 10 s, would fail and leave the storage without threads.
+
+    Raises:
+        LaunchError: it cannot be compiled.
+    """
+    try:
+        get_hash_str([0])
+    except RuntimeError as error:
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise LaunchError(
+            f"SGLang's hash of stored pages cannot be compiled ({reason}). Install g++, ninja and OpenSSL's headers "
+            f"(Debian, Ubuntu: apt install g++ ninja-build libssl-dev), or leave out --hicache-storage-backend"
+        ) from error
 
 
 def remaining_blocks(operation: Any) -> Tensor:
