@@ -314,7 +314,7 @@ def test_dry_run_of_full_trees(tmp_path: Path) -> None:
     assert not made["failures"]
     found = [(row["subject"], row.get("call", "eviction")) for row in made["rows"]]
     assert found[:3] == [(tree, "eviction") for tree in full_pool.TREES]
-    assert found[3:] == [(tree, call) for tree in full_pool.TREES for call in ("lookup", "insertion")]
+    assert found[3:] == [(tree, call) for tree in full_pool.TREES for call in ("lookup", "lookup again", "insertion")]
     assert all(0 < row["p50 ms"] <= row["p95 ms"] <= row["max ms"] for row in made["rows"])
 
 
