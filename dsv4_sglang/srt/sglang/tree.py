@@ -36,10 +36,8 @@ def check_tree(cache: Any) -> None:
     known = cache.tree_core.full_host_duplicates
     before = dict(known)
     for loading in cache.ongoing_load_back.values():
-        node = cache.tree_core.node_by_id(loading.node_id)
-        while node is not cache.tree_core.root_node:
+        for node in path_to_root(cache.tree_core.node_by_id(loading.node_id)):
             known.setdefault(node.id, node)
-            node = node.parent
     try:
         UnifiedRadixCache.sanity_check(cache)  # `PrefixCache.sanity_check` skips most calls
     finally:

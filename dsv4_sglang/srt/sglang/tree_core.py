@@ -64,51 +64,51 @@ class TreeCore(UnifiedTreeCore):
 
     def _match_prefix_helper(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
         path, ends = self._known_path(key)
-        node, end, action = (path[-1], ends[-1], None) if path else (self.root_node, 0, None)
-        while end < len(key):
-            below = node.children.get(key.child_key_at(end, self.page_size))
-            if below is None or _lost(below):
+        action = None
+        while ends[-1] < len(key):
+            end = ends[-1]
+            node = path[-1].children.get(key.child_key_at(end, self.page_size))
+            if node is None or _lost(node):
                 break
-            common = below.key.match_at(key, end, page_size=self.page_size)
-            parts = common < len(below.key)
-            node, action = self._split_node(below.key, below, common) if parts else (below, None)
-            end += common
+            common = node.key.match_at(key, end, page_size=self.page_size)
+            parts = common < len(node.key)
+            if parts:
+                node, action = self._split_node(node.key, node, common)
             path.append(node)
-            ends.append(end)
+            ends.append(end + common)
             if parts:
                 break
         on_device = self._resumable(path, params, on_device=True)
         best = self._resumable(path, params, on_device=False) if self.enable_hicache else on_device
-        # Of the blocks of the path, the rest needs only their number.
-        blocks = [range(ends[on_device - 1])] if on_device else []
+        # Of the blocks on the device, what follows needs only the length.
+        blocks = [range(ends[on_device])]
         return self._match_post_processor(
             params,
             blocks,
-            path[best - 1] if best else self.root_node,
-            path[on_device - 1] if on_device else self.root_node,
+            path[best],
+            path[on_device],
             len(blocks),
-            end,
+            ends[-1],
             action,
-            last_visited_node_id=path[-1].id if path else None,
+            last_visited_node_id=path[-1].id if len(path) > 1 else None,
             device_validators=self._create_match_validators(params, match_device_only=True),
         )
 
     def _known_path(self, key: RadixKey) -> tuple[list[UnifiedTreeNode], list[int]]:
-        """Return the nodes from the root down to the parent of the node to match from, and the length of the path at
-        the end of each. The node itself is compared with the key again. Return nothing if a walk must begin at the
-        root."""
-        if self._matches_from is None:
-            return [], []
-        path = list(path_to_root(self._matches_from.parent))[::-1]
-        ends = list(accumulate(len(node.key) for node in path))
-        fits = not path or ends[-1] <= len(key)
-        return (path, ends) if fits and not any(map(_lost, path)) else ([], [])
+        """Return the nodes from the root to the parent of the node to match from, and the length of the path at the end
+        of each. The node itself is compared with the key again. Return the root alone if a walk must begin there."""
+        if self._matches_from is not None:
+            path = [self.root_node, *list(path_to_root(self._matches_from.parent))[::-1]]
+            ends = list(accumulate(len(node.key) for node in path))
+            if ends[-1] <= len(key) and not any(map(_lost, path)):
+                return path, ends
+        return [self.root_node], [0]
 
     def _resumable(self, path: list[UnifiedTreeNode], params: MatchPrefixParams, *, on_device: bool) -> int:
-        """Return the number of nodes up to the last one at which a request can resume: one with blocks and a snapshot,
+        """Return the index of the last node at which a request can resume: the root, or one with blocks and a snapshot,
         both on the device or, without `on_device`, on the host."""
         valid = self._create_match_validators(params, match_device_only=on_device)
-        return next((end for end in range(len(path), 0, -1) if all(check(path[end - 1]) for check in valid)), 0)
+        return next((at for at in range(len(path) - 1, 0, -1) if all(check(path[at]) for check in valid)), 0)
 
 
 def _lost(node: UnifiedTreeNode) -> bool:
