@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -185,15 +186,21 @@ def draw_prefix_simulation(axes: Any, rows: list[Row]) -> None:
     axes[1].set_xlabel("conversations of 20,000 tokens in turn, 20 GB", fontsize=8)
 
 
+def load_of(row: Row) -> str:
+    """Return the name of a load of `benchmarks.trace`: its loop, and the host cache and schedule policy if set."""
+    load = f"{row['load']:g} clients" if row["loop"] == "closed" else f"open loop, {1 / row['load']:g}x"
+    flags = row["server"]["flags"]
+    policy = re.findall(r"--schedule-policy (\S+)", flags)
+    return ", ".join([load, *policy, *["host cache"] * ("--enable-hierarchical-cache" in flags)])
+
+
 def draw_trace(axes: Any, rows: list[Row]) -> None:
     """Draw hits, requests per second and the time to the first token of each load of `benchmarks.trace`."""
     loads: dict[str, dict[str, Row]] = {}
     for row in rows:
-        flags = row["server"]["flags"]
-        load = f"{row['load']:g} clients" if row["loop"] == "closed" else f"open loop, {1 / row['load']:g}x"
-        label = load + ", host cache" * ("--enable-hierarchical-cache" in flags)
         name = "ours" if is_ours(row["server"]["subject"]) else "in-tree"
-        loads.setdefault(label, {})["in-tree, tuned" if "--swa-full-tokens-ratio" in flags else name] = row
+        tuned = "--swa-full-tokens-ratio" in row["server"]["flags"]
+        loads.setdefault(load_of(row), {})["in-tree, tuned" if tuned else name] = row
     units: tuple[tuple[str, Callable[[Row], float]], ...] = (
         ("hits, % of an infinite cache's", lambda row: 100 * row["hit_of_ideal"]),
         ("requests/s", lambda row: row["requests_per_s"]),
@@ -201,6 +208,7 @@ def draw_trace(axes: Any, rows: list[Row]) -> None:
     )
     for axis, (unit, value) in zip(axes, units):
         bars(axis, [(label, {name: value(row) for name, row in of.items()}) for label, of in loads.items()], unit)
+    axes[2].set_xscale("log")
     for axis in axes[1:]:
         axis.set_yticks([])
 

@@ -23,6 +23,7 @@ from benchmarks import ports
 from benchmarks.environment import ROOT
 from dsv4_sglang import __version__
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
+from dsv4_sglang.requirements import PLUGIN, PLUGIN_GROUP
 from dsv4_sglang.srt.launch.command import Command
 
 GPU_ENVIRONMENT = {
@@ -34,8 +35,7 @@ GPU_ENVIRONMENT = {
 # With the small tensors of a dry run, threads mostly wait for each other and compiling takes longer than it saves.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
-PLUGIN_GROUP = "sglang.srt.plugins"
-PLUGIN = "dsv4_sglang.srt.plugin.entry_point:register"
+REGISTER = "dsv4_sglang.srt.plugin.entry_point:register"
 
 # The prefix in brackets has the time and, with data parallelism, the rank: "[2026-11-21 10:00:00 DP1 TP1]". With
 # speculation, "accept len" is the mean number of accepted tokens per request and verify step.
@@ -58,12 +58,12 @@ def plugin_path(folder: Path) -> list[str]:
     writes the two metadata files of an installed distribution.
     """
     found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
-    if any(entry.value == PLUGIN for entry in found):
+    if any(entry.value == REGISTER for entry in found):
         return []
     info = folder / f"dsv4_sglang-{__version__}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dsv4-sglang\nVersion: {__version__}\n")
-    (info / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\ndsv4_sglang = {PLUGIN}\n")
+    (info / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\n{PLUGIN} = {REGISTER}\n")
     return [str(folder), str(ROOT)]
 
 

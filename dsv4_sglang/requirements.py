@@ -1,12 +1,14 @@
-"""The packages that this package needs, and which of them are missing. It imports none of them."""
+"""What this package needs: other packages, none of which it imports here, and that SGLang loads its plugin."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 
 DISTRIBUTION = "dsv4-sglang"
+PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "dsv4_sglang"  # of the entry point
 # Module of each required distribution.
 MODULES = {"torch": "torch", "sglang": "sglang", "packaging": "packaging", "pyyaml": "yaml", "typer": "typer"}
 
@@ -40,6 +42,18 @@ def advice_after(error: ModuleNotFoundError) -> str | None:
         return advice(names)
     package = (error.name or "").partition(".")[0]
     return advice([package]) if package and find_spec(package) is None else None
+
+
+def plugin_fault() -> str | None:
+    """Return one line that says why SGLang would not load this package's plugin, or None if it would. A server without
+    the plugin ignores the opt-in and uses SGLang's own cache."""
+    if PLUGIN not in metadata.entry_points(group=PLUGIN_GROUP).names:
+        return f"SGLang finds no entry point {PLUGIN!r}; install the package (pip install -e .)"
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    names = {name.strip() for name in allowed.split(",")} - {""}
+    if names and PLUGIN not in names:
+        return f"SGLANG_PLUGINS={allowed} leaves out {PLUGIN}; add it, separated by a comma, or unset the variable"
+    return None
 
 
 def _requirements() -> dict[str, str]:

@@ -17,13 +17,12 @@ from typing import Literal, NamedTuple
 
 import typer
 
-from dsv4_sglang.requirements import MODULES, MODULES_OF_SGLANG, advice, missing
+from dsv4_sglang.requirements import MODULES, MODULES_OF_SGLANG, PLUGIN, PLUGIN_GROUP, advice, missing, plugin_fault
 from dsv4_sglang.srt.launch.command import has_gpu, prepare_this_process
 
 State = Literal["ok", "note", "fail"]
 COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
 
-ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "dsv4_sglang"
 PYTHONS = ((3, 10), (3, 13))
 LEAST_CAPABILITY = (8, 0)
 # Folder of each library's compiled kernels in SGLang's cache.
@@ -144,11 +143,10 @@ def extension(gpu: bool) -> Iterator[Finding]:
 
 
 def plugin(gpu: bool) -> Iterator[Finding]:
-    points = metadata.entry_points(group=ENTRY_POINT_GROUP)
-    target = next((point.value for point in points if point.name == ENTRY_POINT), None)
-    if target is None:
-        yield Finding("plugin", f"no entry point {ENTRY_POINT!r}: install the package (pip install -e .)", "fail")
+    if (fault := plugin_fault()) is not None:
+        yield Finding("plugin", fault, "fail")
     else:
+        target = metadata.entry_points(group=PLUGIN_GROUP)[PLUGIN].value
         pkgutil.resolve_name(target)
         yield Finding("plugin", target)
 

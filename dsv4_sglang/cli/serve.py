@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dsv4_sglang.cli.client import DEFAULT_HOST, DEFAULT_PORT, bind
-from dsv4_sglang.requirements import advice, missing
+from dsv4_sglang.requirements import advice, missing, plugin_fault
 from dsv4_sglang.srt.launch.checkpoint_check import check_checkpoint
 from dsv4_sglang.srt.launch.command import (
     INTERRUPTIBLE,
@@ -50,13 +50,15 @@ def rejections() -> Iterator[None]:
 
 
 def require_startable(model_path: str, flags: list[str]) -> None:
-    """Check that SGLang is installed, the checkpoint is complete and the port is free.
+    """Check that SGLang is installed and loads the plugin, the checkpoint is complete and the port is free.
 
     Raises:
         LaunchError: one of them does not hold.
     """
     if absent := missing():
         raise LaunchError(advice(absent))
+    if fault := plugin_fault():
+        raise LaunchError(fault)
     overrides = overrides_given(flags)
     config = config_of(model_path, overrides)
     given = with_file(flags)

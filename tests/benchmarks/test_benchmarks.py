@@ -745,7 +745,7 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pyte
         [folder] = tmp_path.glob("dsv4_sglang_plugin_*")
         assert folder.stat().st_mode & 0o777 == 0o700 and f"{folder}{os.pathsep}" in server.lines()
         [distribution] = importlib.metadata.distributions(path=[str(folder)])
-        assert [entry.value for entry in distribution.entry_points] == [servers.PLUGIN]
+        assert [entry.value for entry in distribution.entry_points] == [servers.REGISTER]
         process = server.process
         assert process is not None
         assert f" --port {server.port} --nccl-port {server.port + 1} " in server.lines()

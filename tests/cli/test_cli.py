@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from argparse import ArgumentParser
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -332,6 +333,27 @@ def test_doctor_lists_all_missing_packages() -> None:
     missing = [line for line in done.stdout.splitlines() if line.startswith("fail")]
     assert missing == [f"fail  {name}: not installed" for name in ("torch", "sglang", "triton")]
     assert done.stdout.splitlines()[-1].startswith("torch, sglang are not installed; run `pip install ")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "points", "said"),
+    [
+        ("one, other", metadata.entry_points(), "SGLANG_PLUGINS=one, other leaves out dsv4_sglang; "),
+        ("", metadata.EntryPoints(), "SGLang finds no entry point 'dsv4_sglang'; install "),
+    ],
+    ids=["not allowed", "not installed"],
+)
+def test_a_plugin_that_is_not_loaded(
+    allowed: str, points: metadata.EntryPoints, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would ignore the opt-in and serve with its own cache."""
+    monkeypatch.setenv("SGLANG_PLUGINS", allowed)
+    monkeypatch.setattr(metadata, "entry_points", points.select)
+    for command in ("serve", "demo"):
+        result = CliRunner().invoke(app, [command, "--model-path", MODEL])
+        assert result.exit_code == 2 and result.output.startswith(f"dsv4_sglang: {said}"), result.output
+    (finding,) = doctor.plugin(gpu=False)
+    assert finding.state == "fail" and finding.found.startswith(said)
 
 
 @pytest.mark.parametrize("words", [["-h"], ["--help"], ["plan", "-h"], ["storage", "ls", "-h"]])

@@ -12,6 +12,7 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.plots import load_of
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
 
 ROOT = Path(__file__).parents[2]
@@ -409,13 +410,15 @@ def test_figures_of_a_larger_share_of_snapshots() -> None:
 def test_figures_of_agents_under_load() -> None:
     loads: dict[str, dict[str, dict]] = {}
     for row in rows_of("trace"):
-        host = ", host cache" * ("--enable-hierarchical-cache" in row["server"]["flags"])
-        loads.setdefault(f"{row['loop']} {row['load']:g}{host}", {})[row["subject"]] = row
+        loads.setdefault(load_of(row), {})[row["subject"]] = row
     labels = {
-        "open 1": "open loop, 60 agents",
-        "closed 30": "closed loop, 30 agents",
-        "closed 93": "93 agents",
-        "closed 93, host cache": "93 agents, host cache",
+        "open loop, 1x": "open loop, 60 agents",
+        "open loop, 2x": "the same, twice the rate",
+        "30 clients": "closed loop, 30 agents",
+        "93 clients": "93 agents",
+        "93 clients, shortest-prefill-first": "93 agents, `shortest-prefill-first`",
+        "93 clients, host cache": "93 agents, host cache",
+        "375 clients, host cache": "375 agents, host cache",
     }
     text = unwrapped(LOAD)
     assert loads.keys() == labels.keys()
@@ -430,12 +433,12 @@ def test_figures_of_agents_under_load() -> None:
                 "/".join(f"{s:.0f}" if s > 10 else f"{s:.1f}" if s > 1 else f"{s:.2g}" for s in seconds) + " s"
             )
         assert f"| {' | '.join(cells)} |" in text
-    ours, theirs = (loads["closed 93, host cache"][subject] for subject in ("ours", "sglang-best"))
+    ours, theirs = (loads["93 clients, host cache"][subject] for subject in ("ours", "sglang-best"))
     held = [[int(tokens) for tokens in row["bounded_ideal_tokens"]] for row in (ours, theirs)]
     assert f"{held[0][0] / 1e6:.2f} M tokens, SGLang {held[1][0] / 1e6:.2f} M" in text
     on_host = [(both - device) / 1e6 for device, both in held]
     assert f"equal bytes: {on_host[0]:.1f} M tokens, SGLang {on_host[1]:.1f} M" in text
-    full = loads["open 1"]["ours"]
+    full = loads["open loop, 1x"]["ours"]
     share = full["missed"]["no_snapshot"] / full["ideal_tokens"]
     assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
 

@@ -36,6 +36,7 @@ from benchmarks.servers import one_core_each
 from dsv4_sglang.cli.client import Server as Client
 from dsv4_sglang.cli.client import samples
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
+from dsv4_sglang.requirements import plugin_fault
 from dsv4_sglang.srt.launch.command import OPT_IN_FLAG, OPT_IN_KEY, server_command
 from dsv4_sglang.srt.prefix_cache.metrics import PREFIX
 from support import server_forkserver
@@ -261,6 +262,7 @@ def launched(model: Path, log: Path, flags: Sequence[str], options: dict[str, An
     On a CPU each process of tensor parallelism gets cores of its own. On a GPU, DSV4_SGLANG_TEST_FLAGS holds additional
     flags that SGLang needs on this machine.
     """
+    assert plugin_fault() is None, plugin_fault()
     if not CPU:
         flags = [*flags, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))]
     overrides = json.dumps({OPT_IN_KEY: options})
