@@ -462,6 +462,20 @@ def test_figures_of_a_lookup() -> None:
     assert line in (ROOT / "docs" / "benchmarks" / "limits.md").read_text()
 
 
+def test_figures_of_shared_index_keys() -> None:
+    rows = [row for row in rows_of("index_shared") if row["case"].endswith("top 512")]
+    both, scores = (
+        [
+            next(row["us"] for row in rows if (row["subject"], row["stage"]) == (subject, stage))
+            for subject in ("ours", "in-tree")
+        ]
+        for stage in ("all", "score")
+    )
+    text = unwrapped(ROOT / "docs" / "benchmarks" / "limits.md")
+    assert f"share 1 M tokens | {both[0]:.0f} us | {both[1]:.0f} us |" in text
+    assert f"Of shared tokens {scores[0]:.0f} and {scores[1]:.0f}:" in text
+
+
 def test_figures_of_agents_with_hints() -> None:
     rows = {row["part"]: row for row in rows_of("agents_hints")}
     first = {part: row["first_token_s"] for part, row in rows.items()}
