@@ -495,10 +495,15 @@ def test_figures_of_agents_with_hints() -> None:
 
 
 def test_agents_of_the_readme() -> None:
-    rows = {row["subject"]: row for row in rows_of("prefix_trace") if AGENTS.items() <= row.items()}
-    ours, theirs = (f"{100 * rows[name]['hit_of_ideal']:.1f} %" for name in ("ours", "sglang-best"))
-    memory = f"{rows['ours']['server']['gib']:.1f} GiB"
-    assert f" find {ours} of their prefixes in {memory}, SGLang {theirs}.\n" in README.read_text()
+    rates = {(load_of(row), row["subject"]): f"{row['requests_per_s']:.1f}" for row in rows_of("trace")}
+    few, many = (
+        [rates[load, subject] for subject in ("ours", "sglang-best")]
+        for load in ("open loop, 1x", "375 clients, host cache")
+    )
+    assert (
+        f"[60 agents](docs/benchmarks/load.md) get {few[0]} answers/s, SGLang's {few[1]}; "
+        f"375 with host caches of equal bytes {many[0]} and {many[1]}."
+    ) in unwrapped(README)
 
 
 def test_nothing_reaches_the_cache_without_a_server() -> None:
