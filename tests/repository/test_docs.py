@@ -360,7 +360,7 @@ def test_figures_of_a_shared_host_cache() -> None:
     assert f"use one copy: {memory['value'] / 1e6:.2f} M tokens per GB" in text
     assert round(memory["copies"], 2) == 1
     (sglang,) = [row for row in rows_of("host_cache_tp2") if row["subject"] == "sglang"]
-    assert f"SGLang has a copy in each: {sglang['value'] / 1e6:.2f} M by its log" in text
+    assert f"SGLang has two: {sglang['value'] / 1e6:.2f} M by its log" in text
     rates = {(row["tier"], row["at"]): row["value"] for row in rows_of("host_cache_tp2") if "tier" in row}
     of_64, of_256 = (100 * rates["host cache", n] / rates["no host cache", n] for n in (64, 256))
     assert f"Decode is {of_64:.1f} % (64 requests) and {of_256:.1f} % (256) of that without" in text
@@ -441,6 +441,9 @@ def test_figures_of_agents_under_load() -> None:
     full = loads["open loop, 1x"]["ours"]
     share = full["missed"]["no_snapshot"] / full["ideal_tokens"]
     assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
+    pair = loads["93 clients, shortest-prefill-first"]
+    longest = [pair[subject]["first_token_ms"]["high"] / 1e3 for subject in ("ours", "sglang-best")]
+    assert f"who lost them waits, at most {longest[0]:.0f} s (SGLang {longest[1]:.0f})" in text
 
 
 def test_figures_of_twice_the_snapshots() -> None:
