@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import random
@@ -23,7 +22,7 @@ from benchmarks import ports
 from benchmarks.environment import ROOT
 from dsv4_sglang import __version__
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
-from dsv4_sglang.requirements import PLUGIN, PLUGIN_GROUP
+from dsv4_sglang.requirements import PLUGIN, PLUGIN_GROUP, has_entry_point
 from dsv4_sglang.srt.launch.command import Command
 
 GPU_ENVIRONMENT = {
@@ -57,8 +56,7 @@ def plugin_path(folder: Path) -> list[str]:
     The list is empty if the package is installed. Otherwise it has the source tree and `folder`, where this function
     writes the two metadata files of an installed distribution.
     """
-    found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
-    if any(entry.value == REGISTER for entry in found):
+    if has_entry_point():
         return []
     info = folder / f"dsv4_sglang-{__version__}.dist-info"
     info.mkdir(parents=True, exist_ok=True)

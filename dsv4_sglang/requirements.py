@@ -1,4 +1,4 @@
-"""What this package needs: other packages, none of which it imports here, and that SGLang loads its plugin."""
+"""Requirements of this package: installed packages, none of which is imported here, and SGLang's entry point for it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,17 @@ def advice_after(error: ModuleNotFoundError) -> str | None:
     return advice([package]) if package and find_spec(package) is None else None
 
 
+def has_entry_point() -> bool:
+    """Return True if this package is installed, so that SGLang finds its plugin."""
+    return PLUGIN in metadata.entry_points(group=PLUGIN_GROUP).names
+
+
 def plugin_fault() -> str | None:
-    """Return one line that says why SGLang would not load this package's plugin, or None if it would. A server without
-    the plugin ignores the opt-in and uses SGLang's own cache."""
-    if PLUGIN not in metadata.entry_points(group=PLUGIN_GROUP).names:
+    """Return one line with the reason why SGLang would not load this package's plugin, or None if it would.
+
+    A server without the plugin ignores the opt-in and uses SGLang's own cache.
+    """
+    if not has_entry_point():
         return f"SGLang finds no entry point {PLUGIN!r}; install the package (pip install -e .)"
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     names = {name.strip() for name in allowed.split(",")} - {""}

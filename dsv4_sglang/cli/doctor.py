@@ -143,7 +143,7 @@ def extension(gpu: bool) -> Iterator[Finding]:
 
 
 def plugin(gpu: bool) -> Iterator[Finding]:
-    if (fault := plugin_fault()) is not None:
+    if fault := plugin_fault():
         yield Finding("plugin", fault, "fail")
     else:
         target = metadata.entry_points(group=PLUGIN_GROUP)[PLUGIN].value

@@ -737,7 +737,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 
 def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server imports from its plugin folder, so nobody else may write there. The folder goes with the server."""
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(importlib.metadata, "entry_points", importlib.metadata.EntryPoints().select)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = "import os; print(os.environ['PYTHONPATH'], flush=True)" + FAKE
     server = servers.Server("fake", [sys.executable, "-c", program], {}, tmp_path / "logs" / "fake.log")

@@ -343,10 +343,10 @@ def test_doctor_lists_all_missing_packages() -> None:
     ],
     ids=["not allowed", "not installed"],
 )
-def test_a_plugin_that_is_not_loaded(
+def test_server_needs_the_plugin(
     allowed: str, points: metadata.EntryPoints, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang would ignore the opt-in and serve with its own cache."""
+    """Without the plugin, SGLang ignores the opt-in and serves with its own cache."""
     monkeypatch.setenv("SGLANG_PLUGINS", allowed)
     monkeypatch.setattr(metadata, "entry_points", points.select)
     for command in ("serve", "demo"):

@@ -407,10 +407,14 @@ def test_figures_of_a_larger_share_of_snapshots() -> None:
     )
 
 
+def loads_of_agents() -> dict[str, list[dict]]:
+    """Return the rows of this package and of SGLang of each load of `benchmarks.trace`."""
+    rows = {(load_of(row), row["subject"]): row for row in rows_of("trace")}
+    return {load: [rows[load, subject] for subject in ("ours", "sglang-best")] for load, _ in rows}
+
+
 def test_figures_of_agents_under_load() -> None:
-    loads: dict[str, dict[str, dict]] = {}
-    for row in rows_of("trace"):
-        loads.setdefault(load_of(row), {})[row["subject"]] = row
+    loads = loads_of_agents()
     labels = {
         "open loop, 1x": "open loop, 60 agents",
         "open loop, 2x": "the same, twice the rate",
@@ -423,7 +427,7 @@ def test_figures_of_agents_under_load() -> None:
     text = unwrapped(LOAD)
     assert loads.keys() == labels.keys()
     for load, label in labels.items():
-        pair = [loads[load][subject] for subject in ("ours", "sglang-best")]
+        pair = loads[load]
         cells = [label, "/".join(f"{row['live_tokens'] / 1e6:.2f}" for row in pair)]
         cells.append("/".join(f"{row['requests_per_s']:.1f}" for row in pair))
         cells.append("/".join(f"{100 * row['hit_of_ideal']:.1f}" for row in pair))
@@ -433,17 +437,15 @@ def test_figures_of_agents_under_load() -> None:
                 "/".join(f"{s:.0f}" if s > 10 else f"{s:.1f}" if s > 1 else f"{s:.2g}" for s in seconds) + " s"
             )
         assert f"| {' | '.join(cells)} |" in text
-    ours, theirs = (loads["93 clients, host cache"][subject] for subject in ("ours", "sglang-best"))
-    held = [[int(tokens) for tokens in row["bounded_ideal_tokens"]] for row in (ours, theirs)]
+    held = [[int(tokens) for tokens in row["bounded_ideal_tokens"]] for row in loads["93 clients, host cache"]]
     assert f"{held[0][0] / 1e6:.2f} M tokens, SGLang {held[1][0] / 1e6:.2f} M" in text
     on_host = [(both - device) / 1e6 for device, both in held]
     assert f"equal bytes: {on_host[0]:.1f} M tokens, SGLang {on_host[1]:.1f} M" in text
-    full = loads["open loop, 1x"]["ours"]
+    full, _ = loads["open loop, 1x"]
     share = full["missed"]["no_snapshot"] / full["ideal_tokens"]
     assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
-    pair = loads["93 clients, shortest-prefill-first"]
-    longest = [pair[subject]["first_token_ms"]["high"] / 1e3 for subject in ("ours", "sglang-best")]
-    assert f"who lost them waits, at most {longest[0]:.0f} s (SGLang {longest[1]:.0f})" in text
+    longest = [row["first_token_ms"]["high"] / 1e3 for row in loads["93 clients, shortest-prefill-first"]]
+    assert f"agents that lost theirs wait up to {longest[0]:.0f} s (SGLang {longest[1]:.0f})" in text
 
 
 def test_figures_of_twice_the_snapshots() -> None:
@@ -476,7 +478,7 @@ def test_figures_of_shared_index_keys() -> None:
     )
     text = unwrapped(ROOT / "docs" / "benchmarks" / "limits.md")
     assert f"share 1 M tokens | {both[0]:.0f} us | {both[1]:.0f} us |" in text
-    assert f"Of shared tokens {scores[0]:.0f} and {scores[1]:.0f}:" in text
+    assert f"Those of shared tokens take {scores[0]:.0f} and {scores[1]:.0f}:" in text
 
 
 def test_figures_of_agents_with_hints() -> None:
@@ -498,10 +500,9 @@ def test_figures_of_agents_with_hints() -> None:
 
 
 def test_agents_of_the_readme() -> None:
-    rates = {(load_of(row), row["subject"]): f"{row['requests_per_s']:.1f}" for row in rows_of("trace")}
+    loads = loads_of_agents()
     few, many = (
-        [rates[load, subject] for subject in ("ours", "sglang-best")]
-        for load in ("open loop, 1x", "375 clients, host cache")
+        [f"{row['requests_per_s']:.1f}" for row in loads[load]] for load in ("open loop, 1x", "375 clients, host cache")
     )
     assert (
         f"[60 agents](docs/benchmarks/load.md) get {few[0]} answers/s, SGLang's {few[1]}; "

@@ -262,7 +262,7 @@ def launched(model: Path, log: Path, flags: Sequence[str], options: dict[str, An
     On a CPU each process of tensor parallelism gets cores of its own. On a GPU, DSV4_SGLANG_TEST_FLAGS holds additional
     flags that SGLang needs on this machine.
     """
-    assert plugin_fault() is None, plugin_fault()
+    assert not (fault := plugin_fault()), fault
     if not CPU:
         flags = [*flags, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))]
     overrides = json.dumps({OPT_IN_KEY: options})

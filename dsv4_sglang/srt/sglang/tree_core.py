@@ -64,25 +64,20 @@ class TreeCore(UnifiedTreeCore):
 
     def _match_prefix_helper(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
         path, ends = self._known_path(key)
-        action, length, end = None, len(key), ends[-1]
-        while end < length:
+        action, parts, length = None, False, len(key)
+        while not parts and (end := ends[-1]) < length:
             children = path[-1].children
-            # Most nodes have one child, whose key is compared in any case. Children of the root have name spaces.
+            # Most nodes have one child, whose tokens are compared below. Those of the root differ in their namespaces.
             alone = len(children) == 1 and len(path) > 1
             node = next(iter(children.values())) if alone else children.get(key.child_key_at(end, self.page_size))
-            if node is None or _lost(node):
-                break
-            common = node.key.match_at(key, end, page_size=self.page_size)
+            common = 0 if node is None or _lost(node) else node.key.match_at(key, end, page_size=self.page_size)
             if not common:
                 break
             parts = common < len(node.key)
             if parts:
                 node, action = self._split_node(node.key, node, common)
-            end += common
             path.append(node)
-            ends.append(end)
-            if parts:
-                break
+            ends.append(end + common)
         on_device = self._resumable(path, params, on_device=True)
         best = self._resumable(path, params, on_device=False) if self.enable_hicache else on_device
         # Of the blocks on the device, what follows needs only the length.
@@ -93,7 +88,7 @@ class TreeCore(UnifiedTreeCore):
             path[best],
             path[on_device],
             len(blocks),
-            end,
+            ends[-1],
             action,
             last_visited_node_id=path[-1].id if len(path) > 1 else None,
             device_validators=self._create_match_validators(params, match_device_only=True),
@@ -143,13 +138,12 @@ def match_at(self: RadixKey, other: RadixKey, offset: int, page_size: int = 1) -
     self._check_compatible(other)
     if self.is_bigram != other.is_bigram:
         raise ValueError("a key of bigrams is compared with a key of tokens")
-    mine, rest = self.token_ids, other._raw_len() - offset
-    if offset < 0 or rest < (self.is_bigram and offset > 0):  # n bigrams have n + 1 tokens
+    if offset < 0 or offset > len(other):
         raise IndexError(f"token {offset} of a key of {len(other)}")
-    common = min(self._raw_len(), rest)
+    common = min(self._raw_len(), other._raw_len() - offset)
+    mine, theirs = self.token_ids, other.token_ids[offset : offset + common]
     if common < len(mine):
         mine = mine[:common]
-    theirs = other.token_ids[offset : offset + common]
     if mine != theirs:
         common = int(np.argmax(np.asarray(mine) != np.asarray(theirs)))
     if self.is_bigram:
