@@ -349,6 +349,7 @@ def test_server_needs_the_plugin(
     """Without the plugin, SGLang ignores the opt-in and serves with its own cache."""
     monkeypatch.setenv("SGLANG_PLUGINS", allowed)
     monkeypatch.setattr(metadata, "entry_points", points.select)
+    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("a server was started"))
     for command in ("serve", "demo"):
         result = CliRunner().invoke(app, [command, "--model-path", MODEL])
         assert result.exit_code == 2 and result.output.startswith(f"dsv4_sglang: {said}"), result.output
