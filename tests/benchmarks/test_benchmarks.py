@@ -739,13 +739,15 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pyte
     """The server imports from its plugin folder, so nobody else may write there. The folder goes with the server."""
     monkeypatch.setattr(importlib.metadata, "entry_points", importlib.metadata.EntryPoints().select)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = "import os; print(os.environ['PYTHONPATH'], flush=True)" + FAKE
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    program = "import os; print(os.environ['PYTHONPATH'], 'loads', os.environ['SGLANG_PLUGINS'], flush=True)" + FAKE
     server = servers.Server("fake", [sys.executable, "-c", program], {}, tmp_path / "logs" / "fake.log")
     with servers.running(server, LONG):
         [folder] = tmp_path.glob("dsv4_sglang_plugin_*")
         assert folder.stat().st_mode & 0o777 == 0o700 and f"{folder}{os.pathsep}" in server.lines()
         [distribution] = importlib.metadata.distributions(path=[str(folder)])
         assert [entry.value for entry in distribution.entry_points] == [servers.REGISTER]
+        assert f" loads {servers.PLUGIN}\n" in server.lines()
         process = server.process
         assert process is not None
         assert f" --port {server.port} --nccl-port {server.port + 1} " in server.lines()
