@@ -423,6 +423,7 @@ def test_figures_of_agents_under_load() -> None:
         "93 clients, shortest-prefill-first": "93 agents, `shortest-prefill-first`",
         "93 clients, host cache": "93 agents, host cache",
         "375 clients, host cache": "375 agents, host cache",
+        "270 clients, host cache": "270 agents, host cache",
     }
     text = unwrapped(LOAD)
     assert loads.keys() == labels.keys()
@@ -437,10 +438,17 @@ def test_figures_of_agents_under_load() -> None:
                 "/".join(f"{s:.0f}" if s > 10 else f"{s:.1f}" if s > 1 else f"{s:.2g}" for s in seconds) + " s"
             )
         assert f"| {' | '.join(cells)} |" in text
-    held = [[int(tokens) for tokens in row["bounded_ideal_tokens"]] for row in loads["93 clients, host cache"]]
-    assert f"{held[0][0] / 1e6:.2f} M tokens, SGLang {held[1][0] / 1e6:.2f} M" in text
-    on_host = [(both - device) / 1e6 for device, both in held]
-    assert f"equal bytes: {on_host[0]:.1f} M tokens, SGLang {on_host[1]:.1f} M" in text
+
+    def held(load: str) -> list[str]:
+        """Return the millions of tokens on the device and on the host, ours and SGLang's in turn."""
+        tokens = [[int(tokens) / 1e6 for tokens in row["bounded_ideal_tokens"]] for row in loads[load]]
+        return [f"{device:.2f}" for device, _ in tokens] + [f"{both - device:.1f}" for device, both in tokens]
+
+    device, theirs, host, their_host = held("93 clients, host cache")
+    assert f"{device} M tokens, SGLang {theirs} M" in text
+    assert f"equal bytes: {host} M tokens, SGLang {their_host} M" in text
+    device, theirs, host, their_host = held("270 clients, host cache")
+    assert f"{device} M tokens on the GPU ({theirs} M), {host} M ({their_host} M) on the host" in text
     full, _ = loads["open loop, 1x"]
     share = full["missed"]["no_snapshot"] / full["ideal_tokens"]
     assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
