@@ -126,8 +126,10 @@ class Server(Endpoint):
         self.url = f"http://127.0.0.1:{self.port}"
         inherited = self.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         paths = [*plugin_path(Path(folder)), *filter(None, inherited.split(os.pathsep))]
-        # Whatever the shell allows: without the plugin, SGLang ignores the opt-in and serves with its own cache.
-        environment = {"SGLANG_PLUGINS": PLUGIN, **self.environment}
+        environment = dict(self.environment)
+        if allowed := os.environ.get("SGLANG_PLUGINS"):
+            # Without the plugin, SGLang ignores the opt-in and serves with its own cache.
+            environment["SGLANG_PLUGINS"] = f"{allowed},{PLUGIN}"
         if paths:
             environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
         made = Command([*self.argv, *ports.flags(self.port), "--host", "127.0.0.1"], environment)

@@ -747,7 +747,7 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pyte
         assert folder.stat().st_mode & 0o777 == 0o700 and f"{folder}{os.pathsep}" in server.lines()
         [distribution] = importlib.metadata.distributions(path=[str(folder)])
         assert [entry.value for entry in distribution.entry_points] == [servers.REGISTER]
-        assert f" loads {servers.PLUGIN}\n" in server.lines()
+        assert f" loads another,{servers.PLUGIN}\n" in server.lines()
         process = server.process
         assert process is not None
         assert f" --port {server.port} --nccl-port {server.port + 1} " in server.lines()
