@@ -57,8 +57,7 @@ def plugin_fault() -> str | None:
     if not has_entry_point():
         return f"SGLang finds no entry point {PLUGIN!r}; install the package (pip install -e .)"
     allowed = os.environ.get("SGLANG_PLUGINS", "")
-    names = {name.strip() for name in allowed.split(",")} - {""}
-    if names and PLUGIN not in names:
+    if allowed and PLUGIN not in {name.strip() for name in allowed.split(",")}:
         return f"SGLANG_PLUGINS={allowed} leaves out {PLUGIN}; add it, separated by a comma, or unset the variable"
     return None
 

@@ -339,9 +339,10 @@ def test_doctor_lists_all_missing_packages() -> None:
     ("allowed", "points", "said"),
     [
         ("one, other", metadata.entry_points(), "SGLANG_PLUGINS=one, other leaves out dsv4_sglang; "),
+        (",", metadata.entry_points(), "SGLANG_PLUGINS=, leaves out dsv4_sglang; "),
         ("", metadata.EntryPoints(), "SGLang finds no entry point 'dsv4_sglang'; install "),
     ],
-    ids=["not allowed", "not installed"],
+    ids=["not allowed", "none allowed", "not installed"],
 )
 def test_server_needs_the_plugin(
     allowed: str, points: metadata.EntryPoints, said: str, monkeypatch: pytest.MonkeyPatch
