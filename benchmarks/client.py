@@ -44,9 +44,12 @@ def deliveries(response: Iterable[bytes]) -> Iterator[tuple[float, bytes]]:
 
 
 class Client:
-    """HTTP client of one server, usable from many threads."""
+    """HTTP client of one server, usable from many threads.
 
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+    `timeout_s`: for one delivery. Behind hundreds of clients a first token can take more than 10 minutes.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 3600.0) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.hostname is None:
             raise ValueError(f"server URL is {url!r}; expected http://HOST:PORT")
