@@ -45,17 +45,15 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
                : "memory");
 }
 
-/// Prefetches a line of global memory to L1.
-__device__ __forceinline__ void prefetch(const void* p) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(p)));
-}
-
 /// Returns the descriptor of an operand of 64 rows at a shared address: rows of 128 bytes, 16-byte pieces swizzled as
 /// in `word_in_image`.
 __device__ __forceinline__ uint64_t operand_in_shared(uint32_t address) {
   constexpr uint64_t eight_rows = 1024, swizzle_128 = 1;
   return (eight_rows >> 4 | swizzle_128 << 30) << 32 | (address >> 4 | 1 << 16);
 }
+
+/// Returns the descriptor of an operand `bytes` after that of another one.
+__device__ __forceinline__ uint64_t after(uint64_t operand, int bytes) { return operand + bytes / 16; }
 
 /// Sets the number of registers of a thread of this warpgroup.
 template <int count>

@@ -182,7 +182,7 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(check, device);
   p.form = form_of(gpu, format, true, p.heads);
-  if (p.form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
+  if (p.form != QueryForm::kPlaces) check.aligned("weights", weights, 16);
   const cudaError_t launched =
       p.form == QueryForm::kPlaces
           ? launch_score(p, format != kKeyFp32, gpu.sm_90, gpu.processors, current_stream(device))
@@ -205,7 +205,7 @@ void index_score_blocks(Tensor query, Tensor weights, Tensor index_keys, Tensor 
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(check, device);
   p.form = form_of(gpu, kMxfp4, false, p.heads);
-  if (p.form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
+  if (p.form != QueryForm::kPlaces) check.aligned("weights", weights, 16);
   const bool prefill = p.tokens >= kManyTokens * p.requests;
   const cudaError_t launched = p.form != QueryForm::kPlaces && prefill
                                    ? launch_score_hopper(p, gpu.processors, current_stream(device))

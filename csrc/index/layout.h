@@ -91,29 +91,41 @@ struct ByteCodes {
 };
 /// Returns the codes of a block whose scale is 2^-below times the largest.
 DSV4_HD ByteCodes byte_codes(int below) {
-  const uint32_t exponents = 8 * uint32_t(kByteShift - below);
-  if (below > kByteRange) return {0, 0};
-  return {0x3c383000u + exponents * 0x01010100u, 0x4c484440u + exponents * 0x01010101u};
+  const uint32_t exponents = 8 * uint32_t(kByteShift - below), high = 0x4c484440u + exponents * 0x01010101u;
+  const bool in_range = below <= kByteRange;
+  return {in_range ? high - exponents - 0x10101440u : 0, in_range ? high : 0};  // `low` is 0x3c383000 + the upper bytes
 }
 
-/// Converts the four low nibbles of `nibbles`, e2m1 codes, to one byte of `codes` each.
-DSV4_HD uint32_t four_bytes(uint32_t nibbles, ByteCodes codes) {
-#ifdef __CUDA_ARCH__
-  // Bit 3 of a selector replicates bit 7 of the selected byte: 0xff from 0x80 if the sign is set. Its bit 0 is then
-  // moved to bit 7.
-  uint32_t filled;
-  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(filled) : "r"(0x80808080u), "r"(nibbles));
-  return __byte_perm(codes.low, codes.high, nibbles & 0x7777) | (filled << 7 & 0x80808080u);
+/// Converts the magnitudes of a word of eight e2m1 codes to one byte of `codes` each.
+DSV4_HD void magnitudes_of(uint32_t word, ByteCodes codes, uint32_t& lower, uint32_t& upper) {
+  word &= 0x77777777;
+#ifdef __CUDA_ARCH__  // inline assembly, because `__byte_perm` would mask the nibbles of each half again
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(lower) : "r"(codes.low), "r"(codes.high), "r"(word));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(upper) : "r"(codes.low), "r"(codes.high), "r"(word >> 16));
 #else
-  uint32_t bytes = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t code = nibbles >> 4 * i & 0xf,
-                   magnitude = (code & 4 ? codes.high : codes.low) >> 8 * (code & 3) & 0xff;
-    bytes |= (magnitude | (code & 8) << 4) << 8 * i;
+  lower = upper = 0;
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t code = word >> 4 * i, byte = (code & 4 ? codes.high : codes.low) >> 8 * (code & 3) & 0xff;
+    (i < 4 ? lower : upper) |= byte << 8 * (i % 4);
   }
-  return bytes;
 #endif
 }
+
+/// Returns `first`'s byte i, `second`'s byte i, `first`'s byte i + 1, `second`'s byte i + 1.
+template <int i>
+DSV4_HD uint32_t bytes_in_turn(uint32_t first, uint32_t second) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(first, second, 0x5140 + 0x2222 * (i / 2));
+#else
+  const uint32_t a = first >> 8 * i, b = second >> 8 * i;
+  return (a & 0xff) | (b & 0xff) << 8 | (a >> 8 & 0xff) << 16 | (b >> 8 & 0xff) << 24;
+#endif
+}
+
+/// Return the signs of the lower or the upper four codes of a word in bits 7 of the bytes. In the word they are bits 3
+/// and 7 of its bytes.
+DSV4_HD uint32_t lower_signs(uint32_t word) { return bytes_in_turn<0>(word << 4, word) & 0x80808080; }
+DSV4_HD uint32_t upper_signs(uint32_t word) { return bytes_in_turn<2>(word << 4, word) & 0x80808080; }
 
 /// Maps scores to integers of the same order. -0 equals 0.
 DSV4_HD uint32_t order_of(float score) {

@@ -2,21 +2,22 @@
 // score.cu for the op). A prefill also takes candidate blocks, with 32 heads in fp16.
 //
 // A warpgroup decodes 64 keys (4608 bytes) from packed words directly into the registers of operand A. Operand B is the
-// query of a token, 64 heads x 128 channels in shared memory, loaded by a bulk copy in the layout that index_query has
-// written. Each lane then weights and rectifies 32 of the 64 x 64 sums, and four lanes add theirs. A score does not
-// depend on what else is scored.
+// query of a token, 64 heads x 128 channels in shared memory, loaded with its head weights by bulk copies in the layout
+// that index_query has written. Each lane then weights and rectifies 32 of the 64 x 64 sums, and four lanes add theirs.
+// A score does not depend on what else is scored.
 //
 // With MXFP4 scales, which are powers of two, both operands are exact in e4m3, and products take half the time of the
 // fp16 products that NVFP4's scales need. The tensor cores align the summands of an e4m3 product to the largest one and
 // are known to truncate them at 2^-13 of it.
 //
 // Decode: the tiles of all tokens form one list, divided into equal runs for the SMs. The four warpgroups of an SM take
-// the tiles of a run in turn, while the next tile and the next token's query are loaded. If a request has several
-// tokens in the step (drafts), up to four share a tile: it is decoded once, and the products of the next token overlap
-// with the sums of the last one.
+// the tiles of a run in turn, while the tile after the next and the next token's query are loaded. The next tile is
+// decoded while the products of this one run. If a request has several tokens in the step (drafts), up to four share a
+// tile: it is decoded once, and the products of the next token overlap with the sums of the last one.
 //
 // Prefill: every SM processes items of 576 keys (fp16: 384) and 32 tokens. Each of three warpgroups keeps three (two)
-// tiles of keys in registers, while the queries pass through a ring buffer that a fourth warpgroup fills.
+// tiles of keys in registers, while the queries pass through a ring buffer that a fourth warpgroup fills. The products
+// of the next tile, or of the next token with the first one, overlap with the sums of the last one.
 //
 // In a selection of two levels, a product has the heads of two consecutive tokens of a request. Each lane has 16 sums
 // of each token, and the eight lanes with the keys of a candidate block find its best score. A token without a partner
@@ -54,6 +55,11 @@ struct Bytes {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // stride between the queries of two tokens of V4
+constexpr int kWeightBytes = kIndexHeads * 4;             // head weights of a product
+
+/// Returns a condition that is equal in all lanes. The vote tells this to the compiler, which keeps the descriptors of
+/// products in uniform registers only if no branch around them may diverge.
+__device__ __forceinline__ bool uniform(bool condition) { return __any_sync(kAllLanes, condition); }
 
 /// Keys of a block of the cache, as a power of two.
 __device__ __forceinline__ int keys_shift(const ScoreParams&) { return 5; }
@@ -66,12 +72,34 @@ struct PackedKeys {
   uint4 codes[2];
   uint16_t scales[2];
 
-  /// Loads keys 16 `part` and up of a block of the cache with `keys` keys.
-  __device__ __forceinline__ void load(const uint8_t* block, int keys, int part, int lane) {
+  /// A lane's addresses in keys 16 `part` and up of a block of the cache with `keys` keys.
+  struct Place {
+    const uint8_t *codes, *scales;
+
+    __device__ __forceinline__ Place(const uint8_t* block, int keys, int part, int lane)
+        : codes(block + 1024 * part + 16 * lane), scales(block + keys * kKeyBytes + 128 * part + 2 * lane) {}
+
+    /// Keeps the addresses in registers.
+    __device__ __forceinline__ void keep() {
+      asm volatile("" : "+l"(codes), "+l"(scales));
+      __builtin_assume(__isGlobal(codes) && __isGlobal(scales));
+    }
+
+    /// Returns the place in a later block.
+    __device__ __forceinline__ Place after(int blocks, uint32_t block_bytes) const {
+      Place later = *this;
+      asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(later.codes) : "r"(blocks), "r"(block_bytes), "l"(codes));
+      asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(later.scales) : "r"(blocks), "r"(block_bytes), "l"(scales));
+      __builtin_assume(__isGlobal(later.codes) && __isGlobal(later.scales));
+      return later;
+    }
+  };
+
+  __device__ __forceinline__ void load(const Place& place) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      codes[row] = *reinterpret_cast<const uint4*>(block + 1024 * part + 512 * row + 16 * lane);
-      scales[row] = *reinterpret_cast<const uint16_t*>(block + keys * kKeyBytes + 128 * part + 64 * row + 2 * lane);
+      codes[row] = *reinterpret_cast<const uint4*>(place.codes + 512 * row);
+      scales[row] = *reinterpret_cast<const uint16_t*>(place.scales + 64 * row);
     }
   }
 
@@ -89,12 +117,19 @@ struct Keys;
 template <>
 struct Keys<Halves> {
   static constexpr int kSteps = 8;
+  static constexpr bool kKeepsAddresses = false;  // in registers, in a decode step
   uint32_t a[kSteps][4];
 
-  /// Factor of the scores of the lane's first or second key.
-  __device__ __forceinline__ float gain(bool) const { return kKeyGain; }
+  /// Half the factor of the score that the lane writes: `twice_positive` has the other half.
+  static constexpr float half_gain = kKeyGain / 2;
 
-  __device__ __forceinline__ void decode(const PackedKeys& packed) {
+  /// The part of the decoding that may run beside products: here none.
+  struct Begun {
+    __device__ __forceinline__ void decode(const PackedKeys&, int) {}
+  };
+
+  /// Decodes the rest.
+  __device__ __forceinline__ void finish(const PackedKeys& packed, const Begun&) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const __half2 both = decode_scales(packed.scales[row]);
@@ -108,14 +143,13 @@ struct Keys<Halves> {
     }
   }
 
-  /// Starts d = keys x heads of the query at a shared address.
-  __device__ __forceinline__ void begin_products(float (&d)[32], uint32_t query) const {
+  /// Starts d = keys x heads of the query with this descriptor.
+  __device__ __forceinline__ void begin_products(float (&d)[32], uint64_t query) const {
     products_begin();
-    multiply_halves<false>(d, a[0], operand_in_shared(query));
+    multiply_halves<false>(d, a[0], query);
 #pragma unroll
     for (int step = 1; step < kSteps; ++step) {
-      multiply_halves<true>(d, a[step],
-                            operand_in_shared(query + step / 4 * (Halves::kQueryBytes / 2) + step % 4 * 32));
+      multiply_halves<true>(d, a[step], after(query, step / 4 * (Halves::kQueryBytes / 2) + step % 4 * 32));
     }
     products_commit();
   }
@@ -124,53 +158,75 @@ struct Keys<Halves> {
 template <>
 struct Keys<Bytes> {
   static constexpr int kSteps = 4;
+  static constexpr bool kKeepsAddresses = true;
   uint32_t a[kSteps][4];
-  float gains[2];
+  float half_gain;
 
-  __device__ __forceinline__ float gain(bool second) const { return second ? gains[1] : gains[0]; }
+  struct Begun {
+    uint32_t magnitudes[kSteps][4];
+    float half_gain;
 
-  __device__ __forceinline__ void decode(const PackedKeys& packed) {
+    __device__ __forceinline__ void decode(const PackedKeys& packed, int lane) {
+      int largest[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest one of
+        // the key's four blocks.
+        const int exponent = int(bits_of_half2(decode_scales(packed.scales[row] & 0x7f)) >> 10);
+        int most = max(exponent, __shfl_xor_sync(kAllLanes, exponent, 1));
+        most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
+        const ByteCodes bytes = byte_codes(most - exponent);
+        packed.visit(row, [&](int word, uint32_t codes) {
+          magnitudes_of(codes, bytes, magnitudes[word][row], magnitudes[word][2 + row]);
+        });
+        largest[row] = most;
+      }
+      half_gain = exp2_of_biased(uint32_t(127 - 1 - 15 - 7 - kByteShift + (lane % 2 ? largest[1] : largest[0])));
+    }
+  };
+
+  /// Adds the signs. While products run, the compiler lets no code write operands of later ones.
+  __device__ __forceinline__ void finish(const PackedKeys& packed, const Begun& begun) {
+    half_gain = begun.half_gain;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest one of the
-      // key's four blocks.
-      const int exponent = int(bits_of_half2(decode_scales(packed.scales[row])) >> 10 & 0x1f);
-      int most = max(exponent, __shfl_xor_sync(kAllLanes, exponent, 1));
-      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
-      const ByteCodes bytes = byte_codes(most - exponent);
       packed.visit(row, [&](int word, uint32_t codes) {
-        a[word][row] = four_bytes(codes, bytes);
-        a[word][2 + row] = four_bytes(codes >> 16, bytes);
+        a[word][row] = begun.magnitudes[word][row] | lower_signs(codes);
+        a[word][2 + row] = begun.magnitudes[word][2 + row] | upper_signs(codes);
       });
-      gains[row] = exp2_of_biased(uint32_t(127 - 15 - 7 - kByteShift + most));
     }
   }
 
-  __device__ __forceinline__ void begin_products(float (&d)[32], uint32_t query) const {
+  __device__ __forceinline__ void begin_products(float (&d)[32], uint64_t query) const {
     products_begin();
-    multiply_bytes<false>(d, a[0], operand_in_shared(query));
+    multiply_bytes<false>(d, a[0], query);
 #pragma unroll
-    for (int step = 1; step < kSteps; ++step) multiply_bytes<true>(d, a[step], operand_in_shared(query + 32 * step));
+    for (int step = 1; step < kSteps; ++step) multiply_bytes<true>(d, a[step], after(query, 32 * step));
     products_commit();
   }
 };
 
-/// Loads the head weights that a lane needs: columns 8 j + 2 (lane % 4) of a product and the next one. `second` is the
-/// token of the upper columns, if there are two.
-template <typename Params>
-__device__ __forceinline__ void load_weights(float2 (&weights)[8], const Params& p, int first, int second, int lane) {
-  constexpr int heads = kIndexHeads / kProductTokens<Params>;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float* of_token = p.weights + int64_t(8 * j < heads ? first : second) * heads;
-    weights[j] = reinterpret_cast<const float2*>(of_token)[4 * j % (heads / 2) + lane % 4];
-  }
+template <typename Numbers>
+__device__ __forceinline__ void decode(Keys<Numbers>& keys, const PackedKeys& packed, int lane) {
+  typename Keys<Numbers>::Begun begun;
+  begun.decode(packed, lane);
+  keys.finish(packed, begun);
 }
 
-/// Computes weighted, rectified sums over heads and writes the scores of the warp's entries below `entries`. `scores`
-/// and `entries` belong to the first token of a product in lanes with lane % 4 < 2, to the last one in the others.
-template <typename Numbers, typename Params>
-__device__ __forceinline__ void write_scores(const Params& p, const float (&d)[32], const Keys<Numbers>& keys,
+/// Loads the head weights of a product that a lane needs: columns 8 j + 2 (lane % 4) and the next one.
+__device__ __forceinline__ void load_weights(float2 (&weights)[8], const float* of_product, int lane) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) weights[j] = reinterpret_cast<const float2*>(of_product)[4 * j + lane % 4];
+}
+
+/// Number of a lane's key in a tile whose scores it writes.
+__device__ __forceinline__ int own_key_of(int warp, int lane) { return 16 * warp + lane / 4 + 8 * (lane % 2); }
+
+/// Computes weighted, rectified sums over heads and writes the scores of the warp's entries below `entries`. The lane
+/// writes that of `entry`. `scores` and `entries` belong to the first token of a product in lanes with lane % 4 < 2, to
+/// the last one in the others.
+template <typename Params>
+__device__ __forceinline__ void write_scores(const Params& p, const float (&d)[32], float half_gain,
                                              const float2 (&weights)[8], float* scores, int entry, int entries,
                                              int lane) {
   constexpr int tokens = kProductTokens<Params>;
@@ -194,8 +250,7 @@ __device__ __forceinline__ void write_scores(const Params& p, const float (&d)[3
   }
   const float first = of_token[0], last = of_token[tokens - 1];
   const float sum = (upper ? last : first) + __shfl_xor_sync(kAllLanes, upper ? first : last, 2);
-  const int at = entry + lane / 4 + 8 * odd;
-  write_score<4>(p, scores, at, tokens == 1 && upper ? 0 : entries, sum * (keys.gain(odd) / 2));
+  write_score<4>(p, scores, entry, tokens == 1 && upper ? 0 : entries, sum * half_gain);
 }
 
 #endif
@@ -206,6 +261,7 @@ constexpr int kPieceStages = 3;  // queries of the current, next and previous pi
 template <int tokens, int query_bytes>
 struct DecodeShared {
   uint8_t query[kPieceStages][tokens][query_bytes];
+  float weights[kPieceStages][tokens][kIndexHeads];
   uint64_t loaded[kPieceStages], used[kPieceStages];
   int warp_sums[4 * kDecodeGroups];
   // For each token: entries to score, request, and whether it leads a group of tokens that share keys. For a leading
@@ -276,9 +332,9 @@ struct Piece {
   /// Returns the group with tile `at` of the list, this one or a later one.
   template <typename Shared>
   __device__ __forceinline__ Piece with(const ScoreParams& p, const Shared& s, int at) const {
-    if (at < end) return *this;
+    if (uniform(at < end)) return *this;
     int owner = token;
-    while (s.ends[owner] <= at) ++owner;
+    while (uniform(s.ends[owner] <= at)) ++owner;
     return {p, s, owner};
   }
 
@@ -289,38 +345,58 @@ struct Piece {
 };
 
 /// Scores a warpgroup's tiles `at`, `at` + groups and so on below `stop` of a piece, which `count` tokens share. When
-/// called, the keys of tile `at` are being loaded, block_of(tile) knows the next block, and the queries are complete
-/// when `loaded` is.
+/// called, `keys` has the keys of tile `at`, those of the next tile are being loaded, block_of(tile) knows the block of
+/// the one after it, and the queries are complete when `loaded` is.
 template <int count, typename Numbers, int tokens, typename BlockOf>
 __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, const Piece& piece,
-                                            int& at, int stop, const uint8_t* query, uint64_t& loaded, int parity,
-                                            PackedKeys& packed, int& next, int warp, int lane, BlockOf block_of) {
-  // The compiler overlaps products with sums only if there is no branch between them, hence `count` is a constant.
+                                            int& at, int stop, int run_stop, const uint8_t* query,
+                                            const float* of_heads, uint64_t& loaded, int parity, Keys<Numbers>& keys,
+                                            PackedKeys& packed, const PackedKeys::Place& place, int& next, int warp,
+                                            int lane, BlockOf block_of) {
+  // The compiler overlaps products with other work only if there is no branch between, hence `count` is a constant.
   constexpr int groups = kDecodeGroups;
-  float2 weights[8];
-  if constexpr (count == 1) load_weights(weights, p, piece.token, piece.token, lane);
   float* scores = p.scores + piece.token * p.scores_stride;
-  const uint32_t queries = shared_address(query);
+  int own_key = own_key_of(warp, lane) - kTileKeys * piece.begin;
+  if constexpr (Keys<Numbers>::kKeepsAddresses) {  // otherwise the compiler computes them again for each tile
+    asm volatile("" : "+l"(scores), "+r"(own_key));
+    __builtin_assume(__isGlobal(scores));
+  }
+  const uint64_t queries = operand_in_shared(shared_address(query));
+  const uint32_t block_bytes = uint32_t(p.block_bytes);
   wait(&loaded, parity);
-  for (; at < stop; at += groups) {
-    Keys<Numbers> keys;
+  float2 weights[8];
+  if constexpr (count == 1) load_weights(weights, of_heads, lane);
+  const auto write = [&](int i, const float (&sums)[32], float half_gain) {
+    if constexpr (count > 1) load_weights(weights, of_heads + i * kIndexHeads, lane);
+    write_scores(p, sums, half_gain, weights, scores + i * p.scores_stride, own_key + kTileKeys * at,
+                 sharers.entries[i], lane);
+  };
+  for (; uniform(at < stop); at += groups) {
     float d[2][32];
-    keys.decode(packed);
-    packed.load(p.keys + next * p.block_bytes, kKeysPerBlock, warp % 2, lane);
-    next = block_of(at + 2 * groups);
     keys.begin_products(d[0], queries);
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      float (&sums)[32] = d[i % 2];
-      if (count > 1) load_weights(weights, p, piece.token + i, piece.token + i, lane);
-      if (i + 1 < count) {
-        keys.begin_products(d[(i + 1) % 2], queries + (i + 1) * Numbers::kQueryBytes);
-        products_wait<1>(sums);
-      } else {
-        products_wait<0>(sums);
-      }
-      write_scores(p, sums, keys, weights, scores + i * p.scores_stride, kTileKeys * (at - piece.begin) + 16 * warp,
-                   sharers.entries[i], lane);
+    for (int i = 0; i < count - 1; ++i) {
+      keys.begin_products(d[(i + 1) % 2], after(queries, (i + 1) * Numbers::kQueryBytes));
+      products_wait<1>(d[i % 2]);
+      write(i, d[i % 2], keys.half_gain);
+    }
+    const int block = next;
+    next = block_of(at + 3 * groups);
+    float (&sums)[32] = d[(count - 1) % 2];
+    if constexpr (count == 1) {
+      const float half_gain = keys.half_gain;
+      typename Keys<Numbers>::Begun begun;
+      // Without a branch the compiler would move the wait before the decoding.
+      if (uniform(at + groups < run_stop)) begun.decode(packed, lane);
+      products_wait<0>(sums);
+      keys.finish(packed, begun);
+      packed.load(place.after(block, block_bytes));
+      write(0, sums, half_gain);
+    } else {  // there are not enough registers for both
+      products_wait<0>(sums);
+      write(count - 1, sums, keys.half_gain);
+      decode(keys, packed, lane);
+      packed.load(place.after(block, block_bytes));
     }
   }
 }
@@ -356,26 +432,30 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     const int tile = min(at, stop - 1);
     return piece.with(p, s, tile).block(tile, warp / 2);
   };
-  int at = begin + group, next = block_of(at + groups);
-  const int first_block = block_of(at);
+  int at = begin + group, next = block_of(at + 2 * groups);
+  const int first_block = block_of(at), second_block = block_of(at + groups);
   wait_for_previous_kernel();
   const auto copy_queries = [&](const Piece& of, int stage) {
+    if (lane > 0) return;
     const int count = Sharers<tokens>(s, of.token, p.tokens).count;
-    arrive_and_expect(&s.loaded[stage], count * Numbers::kQueryBytes);
+    arrive_and_expect(&s.loaded[stage], count * (Numbers::kQueryBytes + kWeightBytes));
     for (int i = 0; i < count; ++i) {
       bulk_copy(s.query[stage][i], static_cast<const uint8_t*>(p.query) + int64_t(of.token + i) * kTokenBytes,
                 Numbers::kQueryBytes, &s.loaded[stage]);
-      // One thread per SM prefetches, because with few tokens all SMs read the same lines of L2.
-      const float* weights = p.weights + int64_t(of.token + i) * kIndexHeads;
-      prefetch(weights), prefetch(weights + kIndexHeads / 2);
+      bulk_copy(s.weights[stage][i], p.weights + int64_t(of.token + i) * kIndexHeads, kWeightBytes, &s.loaded[stage]);
     }
   };
-  // Done by the last group, which has the fewest tiles.
-  const bool copies = threadIdx.x == 128 * (groups - 1);
+  // Done by a warp of the last group, which has the fewest tiles.
+  const bool copies = threadIdx.x / 32 == 4 * (groups - 1);
   if (copies) copy_queries(piece, 0);
 
   PackedKeys packed;
-  packed.load(p.keys + first_block * p.block_bytes, kKeysPerBlock, warp % 2, lane);
+  PackedKeys::Place place(p.keys, kKeysPerBlock, warp % 2, lane);
+  if constexpr (Keys<Numbers>::kKeepsAddresses) place.keep();
+  packed.load(place.after(first_block, uint32_t(p.block_bytes)));
+  Keys<Numbers> keys;
+  decode(keys, packed, lane);
+  packed.load(place.after(second_block, uint32_t(p.block_bytes)));
   for (int number = 0;; ++number) {
     const int stage = number % kPieceStages;
     const bool more = piece.end < stop;
@@ -386,9 +466,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     }
     const Sharers<tokens> sharers(s, piece.token, p.tokens);
     const auto score = [&](auto counted) {
-      score_tiles<decltype(counted)::value, Numbers>(p, sharers, piece, at, min(piece.end, stop), s.query[stage][0],
-                                                     s.loaded[stage], number / kPieceStages & 1, packed, next, warp,
-                                                     lane, block_of);
+      score_tiles<decltype(counted)::value, Numbers>(
+          p, sharers, piece, at, min(piece.end, stop), stop, s.query[stage][0], s.weights[stage][0], s.loaded[stage],
+          number / kPieceStages & 1, keys, packed, place, next, warp, lane, block_of);
     };
     if constexpr (tokens == 1) {
       score(Count<1>());
@@ -432,17 +512,20 @@ __host__ __device__ __forceinline__ int items_of(const ScoreParams& p, int keys)
 template <int query_bytes>
 struct PrefillShared {
   uint8_t query[kStages][query_bytes];
+  float weights[kStages][kIndexHeads];
   uint64_t loaded[kStages], used[kStages];
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+constexpr int kAtOnce = 4;  // products that a warpgroup scores without a pause of the tensor cores
+
 /// An item of work as a warp sees it: `keys` keys of kPrefillTokens tokens, one per lane.
 template <typename Params, int keys>
 struct Item {
   int first_token, first_key, own_request, own_entries;
-  unsigned active;  // tokens that see at least one of the keys
-  unsigned joined;  // those that can share a product with the next one: both have the same keys
+  unsigned products;  // the first token of each product, in the order of use; all see at least one of the keys
+  unsigned joined;    // those that share their product with the next one: both have the same keys
 
   __device__ __forceinline__ Item(const Params& p, int number, int lane) {
     const int stripes = ceil_div(p.width, keys);
@@ -450,24 +533,19 @@ struct Item {
     const int own = first_token + lane;
     own_entries = own < p.tokens ? scored(p, own) : 0;
     own_request = own < p.tokens ? p.request[own] : -1;
-    active = __ballot_sync(kAllLanes, own_entries > first_key);
-    joined = 0;
+    products = __ballot_sync(kAllLanes, own_entries > first_key), joined = 0;
     if constexpr (kProductTokens<Params> == 2) {
       const int next = __shfl_down_sync(kAllLanes, own_request, 1);
-      joined = __ballot_sync(kAllLanes, own_request == next) & active & active >> 1;
+      joined = __ballot_sync(kAllLanes, own_request == next) & products & products >> 1;
+      for (unsigned rest = products; rest; rest &= rest - 1) {  // the second token of a product begins none
+        const unsigned first = rest & -rest;
+        if (joined & first) products &= ~(first << 1), joined &= ~(first << 1), rest &= ~(first << 1);
+      }
     }
   }
 
-  /// Calls f(first, second) with the numbers of the tokens of each product. A token alone is both.
-  template <typename F>
-  __device__ __forceinline__ void visit(F f) const {
-    for (unsigned rest = active; rest; rest &= rest - 1) {
-      const int first = __ffs(rest) - 1;
-      const bool both = joined >> first & 1;
-      if (both) rest &= rest - 1;
-      f(first, first + both);
-    }
-  }
+  /// Returns the last token of the product that begins with token `first`.
+  __device__ __forceinline__ int last_of(int first) const { return first + (joined >> first & 1); }
 };
 
 /// A stage of the ring buffer and the parity of its current use.
@@ -479,22 +557,29 @@ struct Stage {
   }
 };
 
-/// Starts the copy of a product's queries into operand B.
+/// Starts the copies of a product's queries, into operand B, and head weights.
 template <int query_bytes>
-__device__ __forceinline__ void copy_product(const ScoreParams& p, uint8_t (&query)[query_bytes], uint64_t& loaded,
-                                             int64_t first, int64_t) {
-  bulk_copy(query, static_cast<const uint8_t*>(p.query) + first * kTokenBytes, query_bytes, &loaded);
+__device__ __forceinline__ void copy_product(const ScoreParams& p, PrefillShared<query_bytes>& s, int stage,
+                                             int64_t token, int64_t) {
+  uint64_t* loaded = &s.loaded[stage];
+  bulk_copy(s.query[stage], static_cast<const uint8_t*>(p.query) + token * kTokenBytes, query_bytes, loaded);
+  bulk_copy(s.weights[stage], p.weights + token * kIndexHeads, kWeightBytes, loaded);
 }
 template <int query_bytes>
-__device__ __forceinline__ void copy_product(const CandidateScoreParams& p, uint8_t (&query)[query_bytes],
-                                             uint64_t& loaded, int64_t first, int64_t second) {
+__device__ __forceinline__ void copy_product(const CandidateScoreParams& p, PrefillShared<query_bytes>& s, int stage,
+                                             int64_t first, int64_t last) {
   // Operand B has rows of channels 0 .. 63 for the heads of both tokens, then those of the other channels.
   constexpr int rows_bytes = query_bytes / 4;
   static_assert(query_bytes == Halves::kQueryBytes);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint8_t* of_token = static_cast<const uint8_t*>(p.query) + (i % 2 ? second : first) * (query_bytes / 2);
-    bulk_copy(query + i * rows_bytes, of_token + i / 2 * rows_bytes, rows_bytes, &loaded);
+    const uint8_t* of_token = static_cast<const uint8_t*>(p.query) + (i % 2 ? last : first) * (query_bytes / 2);
+    bulk_copy(s.query[stage] + i * rows_bytes, of_token + i / 2 * rows_bytes, rows_bytes, &s.loaded[stage]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    bulk_copy(s.weights[stage] + i * kCandidateHeads, p.weights + (i ? last : first) * kCandidateHeads,
+              kWeightBytes / 2, &s.loaded[stage]);
   }
 }
 
@@ -504,36 +589,55 @@ __device__ __forceinline__ void copy_queries(const Params& p, PrefillShared<quer
   Stage stage;
   for (int number = blockIdx.x; number < items_of(p, keys); number += gridDim.x) {
     const Item<Params, keys> item(p, number, lane);
-    item.visit([&](int first, int second) {
+    for (unsigned rest = item.products; rest; rest &= rest - 1) {
+      const int first = __ffs(rest) - 1;
       wait(&s.used[stage.index], stage.parity ^ 1);
       if (lane == 0) {
-        arrive_and_expect(&s.loaded[stage.index], query_bytes);
-        copy_product(p, s.query[stage.index], s.loaded[stage.index], item.first_token + first,
-                     item.first_token + second);
+        arrive_and_expect(&s.loaded[stage.index], query_bytes + kWeightBytes);
+        copy_product(p, s, stage.index, item.first_token + first, item.first_token + item.last_of(first));
       }
       __syncwarp();
       stage.next();
-    });
+    }
   }
 }
 
-/// One warpgroup: scores its tiles of the block's items.
+/// One warpgroup: scores its tiles of the block's items. While it sums one, the products of the next one run, which is
+/// the next tile or the first tile of the next product.
 template <typename Numbers, typename Params>
 __device__ __forceinline__ void score_items(const Params& p, PrefillShared<Numbers::kQueryBytes>& s, int group,
                                             int warp, int lane) {
   constexpr int tiles = Numbers::kPrefillTiles, item_keys = kPrefillKeys<Numbers>;
-  constexpr bool alone = kProductTokens<Params> == 1;
+  const uint64_t queries = operand_in_shared(shared_address(s.query[0]));
+  // `write_scores` expects the first or the last token of a product in this lane.
+  const bool of_last = kProductTokens<Params> == 2 && lane % 4 >= 2;
   Stage stage;
   Keys<Numbers> keys[tiles];
+  const auto wait_for = [&](const Stage& of) { wait(&s.loaded[of.index], of.parity); };
+  const auto release = [&](const Stage& of) {
+    __syncwarp();
+    if (lane == 0) arrive(&s.used[of.index]);
+  };
   for (int number = blockIdx.x; number < items_of(p, item_keys); number += gridDim.x) {
     const Item<Params, item_keys> item(p, number, lane);
     const int own_key = item.first_key + group * tiles * kTileKeys;
+    const unsigned seeing = __ballot_sync(kAllLanes, item.own_entries > own_key);
     int held = -1;  // request whose keys are in registers
-    item.visit([&](int first, int second) {
-      // `write_scores` expects the token of this lane.
-      const int i = alone || lane % 4 < 2 ? first : second, token = item.first_token + i;
-      const int request = __shfl_sync(kAllLanes, item.own_request, first),
-                entries = __shfl_sync(kAllLanes, item.own_entries, i);
+    for (unsigned rest = item.products; rest;) {
+      const int first = __ffs(rest) - 1;
+      const int request = __shfl_sync(kAllLanes, item.own_request, first);
+      // The next products of the request that see one of the keys.
+      const unsigned same = __ballot_sync(kAllLanes, item.own_request == request);
+      const unsigned ends = rest & ~((seeing | (item.joined & seeing >> 1)) & same);
+      unsigned left = ends ? rest & ((ends & -ends) - 1) : rest;
+      if (!left) {
+        wait_for(stage);
+        release(stage);
+        stage.next();
+        rest &= rest - 1;
+        continue;
+      }
+      rest &= ~left;
       if (request != held) {
         held = request;
         const int most = __reduce_max_sync(kAllLanes, item.own_request == request ? item.own_entries : 0);
@@ -543,36 +647,56 @@ __device__ __forceinline__ void score_items(const Params& p, PrefillShared<Numbe
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) {
           const int key = own_key + kTileKeys * tile + 16 * warp;
-          packed[tile].load(p.keys + table[min(key, most - 1) >> shift] * p.block_bytes, 1 << shift,
-                            (key & ((1 << shift) - 1)) / 16, lane);
+          packed[tile].load({p.keys + table[min(key, most - 1) >> shift] * p.block_bytes, 1 << shift,
+                             (key & ((1 << shift) - 1)) / 16, lane});
         }
 #pragma unroll
-        for (int tile = 0; tile < tiles; ++tile) keys[tile].decode(packed[tile]);
+        for (int tile = 0; tile < tiles; ++tile) decode(keys[tile], packed[tile], lane);
       }
-      wait(&s.loaded[stage.index], stage.parity);
-      if (alone ? own_key < entries : __any_sync(kAllLanes, own_key < entries)) {
-        const uint32_t query = shared_address(s.query[stage.index]);
-        float* scores = p.scores + token * p.scores_stride;
-        float d[2][32];
-        float2 weights[8];
-        keys[0].begin_products(d[0], query);
-        load_weights(weights, p, item.first_token + first, item.first_token + second, lane);
+      float d[2][32];
+      float2 weights[8];
+      const auto begin = [&](float (&sums)[32], int tile, const Stage& of) {
+        keys[tile].begin_products(sums, after(queries, of.index * Numbers::kQueryBytes));
+      };
+      // Scores the next `count` products. The compiler overlaps products with sums only within code without loops.
+      const auto score = [&](auto counted) {
+        constexpr int count = decltype(counted)::value;
+        wait_for(stage);
+        begin(d[0], 0, stage);
 #pragma unroll
-        for (int tile = 0; tile < tiles; ++tile) {
-          float (&sums)[32] = d[tile % 2];
-          if (tile + 1 < tiles) {
-            keys[tile + 1].begin_products(d[(tile + 1) % 2], query);
-            products_wait<1>(sums);
-          } else {
-            products_wait<0>(sums);
+        for (int i = 0; i < count; ++i) {
+          const int token = __ffs(left) - 1, own = of_last ? item.last_of(token) : token;
+          left &= left - 1;
+          load_weights(weights, s.weights[stage.index], lane);
+          const int entries = __shfl_sync(kAllLanes, item.own_entries, own);
+          float* scores = p.scores + (item.first_token + own) * p.scores_stride;
+          Stage following = stage;
+          following.next();
+#pragma unroll
+          for (int tile = 0; tile < tiles; ++tile) {
+            const int k = i * tiles + tile;
+            float (&sums)[32] = d[k % 2], (&later)[32] = d[(k + 1) % 2];
+            if (tile + 1 < tiles) {
+              begin(later, tile + 1, stage);
+            } else if (i + 1 < count) {
+              wait_for(following);
+              begin(later, 0, following);
+            }
+            if (k + 1 < count * tiles) {
+              products_wait<1>(sums);
+            } else {
+              products_wait<0>(sums);
+            }
+            write_scores(p, sums, keys[tile].half_gain, weights, scores,
+                         own_key + kTileKeys * tile + own_key_of(warp, lane), entries, lane);
           }
-          write_scores(p, sums, keys[tile], weights, scores, own_key + kTileKeys * tile + 16 * warp, entries, lane);
+          release(stage);
+          stage = following;
         }
-      }
-      __syncwarp();
-      if (lane == 0) arrive(&s.used[stage.index]);
-      stage.next();
-    });
+      };
+      while (__popc(left) >= kAtOnce) score(Count<kAtOnce>());
+      while (left) score(Count<1>());
+    }
   }
 }
 

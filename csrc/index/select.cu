@@ -14,6 +14,8 @@
 // 1. Each thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
 //    maxima (for a block of a cluster its share of `top`, then the minimum over the blocks) is a threshold that at
 //    least `top` scores reach, and few more.
+//    A block of its own first reads one score in eight and takes a threshold that twice the share of those reach. It
+//    finds the other one only if too few or too many scores then reach this one.
 // 2. Scores above the threshold are appended to a list, in any order, as distinct numbers that contain score and entry.
 //    In a cluster each block has a list and then reserves space in the list of the first block at once.
 // 3. The `top`-th largest number of the list is found by histograms of eleven bits of the remaining range, until all
@@ -43,6 +45,7 @@ constexpr int kCandidates = 4096;
 constexpr int kBatch = 4;  // loads of four scores in flight
 constexpr int kMaxCluster = 16;
 constexpr int kHeld = 32 * kThreads;  // scores that a block holds
+constexpr int kSampled = 8;           // one score of these is read for a first threshold
 constexpr int kShare = 4096;          // entries that justify the barriers of one more block in the cluster
 constexpr int kTies = 128;            // largest bin whose numbers are ranked directly
 constexpr int kListed = 2048;         // scores of a list in shared memory
@@ -67,6 +70,7 @@ struct Shared : Histogram<kThreads> {
   uint32_t bound[kMaxCluster];
   uint32_t low, high;  // range of the maxima
   uint32_t count;      // candidates
+  uint32_t equal;      // scores that equal the threshold
   uint32_t peak;       // largest candidate
 };
 
@@ -124,18 +128,30 @@ __device__ __forceinline__ void load_fours(float4 (&v)[quads], const float* row,
   }
 }
 
-/// Calls f(entry, order) for this block's entries below n, of `ranks` blocks that alternate. f must not assume an
-/// order.
+/// Fours of a row that a thread visits: `first`, and others `step` apart.
+struct Quads {
+  int first, step;
+
+  /// Those of this block, of `ranks` blocks that alternate.
+  static __device__ __forceinline__ Quads of_block(int rank, int ranks) {
+    return {int(kThreads * rank + threadIdx.x), kThreads * ranks};
+  }
+  /// Every kSampled-th run of 128 entries.
+  static __device__ __forceinline__ Quads sample() {
+    return {int(kSampled * (threadIdx.x & ~31) + threadIdx.x % 32), kSampled * kThreads};
+  }
+};
+
+/// Calls f(entry, order) for the entries below n of a thread's quads. f must not assume an order.
 template <typename F>
-__device__ __forceinline__ void visit_scores(const float* row, int n, bool aligned, int rank, int ranks, F f) {
-  const int step = kThreads * ranks;
-  for (int quad = kThreads * rank + threadIdx.x; 4 * quad < n; quad += kBatch * step) {
+__device__ __forceinline__ void visit_scores(const float* row, int n, bool aligned, Quads quads, F f) {
+  for (int quad = quads.first; 4 * quad < n; quad += kBatch * quads.step) {
     float4 v[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) v[i] = load_four(row, 4 * (quad + i * step), n, aligned);
+    for (int i = 0; i < kBatch; ++i) v[i] = load_four(row, 4 * (quad + i * quads.step), n, aligned);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int at = 4 * (quad + i * step);
+      const int at = 4 * (quad + i * quads.step);
       const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -216,12 +232,14 @@ __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t
   return low;
 }
 
-/// Returns this block's threshold, which at least `wanted` of its entries below n reach. Stores the largest score in
-/// s.high.
-__device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int n, bool aligned, int rank, int ranks,
-                                               uint32_t wanted) {
+/// Returns a threshold that at least `wanted` of the entries below n in the threads' quads reach. There are at least
+/// `groups` of them, at most kGroups.
+__device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int n, bool aligned, Quads quads,
+                                               uint32_t groups, uint32_t wanted) {
   uint32_t best[4] = {};  // 0: no entry so far
-  visit_scores(row, n, aligned, rank, ranks,
+  if (threadIdx.x == 0) s.low = 0xffffffffu, s.high = 0;
+  __syncthreads();
+  visit_scores(row, n, aligned, quads,
                [&](int, uint32_t order, int column) { best[column] = max(best[column], order); });
   uint32_t low = 0xffffffffu, high = 0;
 #pragma unroll
@@ -232,8 +250,6 @@ __device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int 
     atomicMax(&s.high, high);
   }
   __syncthreads();
-  // With several blocks, each has at least kGroups entries.
-  const uint32_t groups = ranks > 1 ? kGroups : min(n, kGroups);
   if (wanted > groups) return 0;
   return uint32_t(reached_by(s, s.low, s.high, wanted, wanted / 8, [&](auto f) {
 #pragma unroll
@@ -897,30 +913,50 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   }
   const int ranks = clustered ? min(p.cluster, (n + kShare - 1) / kShare) : 1;
   if (rank >= ranks) return;
-  if (threadIdx.x == 0) s.low = 0xffffffffu, s.high = s.count = s.peak = 0;
-  __syncthreads();
-  if (ranks > 1) cluster_arrive();
-
-  uint32_t bound = find_bound(s, row, n, p.aligned, rank, ranks, uint32_t((p.top + ranks - 1) / ranks));
-  Shared* root = &s;
-  if (ranks > 1) {
-    cluster_wait();
-    if (threadIdx.x < ranks) *of_block(&s.bound[rank], threadIdx.x) = bound;
-    cluster_arrive();
-    cluster_wait();
-    for (int i = 0; i < ranks; ++i) bound = min(bound, s.bound[i]);
-    root = of_block(&s, 0);
+  if (threadIdx.x == 0) s.count = s.peak = s.equal = 0;
+  const Quads own = Quads::of_block(rank, ranks);
+  uint32_t bound;
+  const auto list = [&] {
+    uint32_t equal = 0;
+    visit_scores(row, n, p.aligned, own, [&](int entry, uint32_t order, int) {
+      equal += order == bound;
+      if (order <= bound) return;
+      atomicMax(&s.peak, order);
+      const uint32_t at = atomicAdd(&s.count, 1u);
+      if (at < kCandidates) s.candidates[at] = order_of(order, entry);
+    });
+    return equal;
+  };
+  bool listed = false;
+  if (ranks == 1 && n >= 2 * kSampled * kGroups && 4 * p.top <= kCandidates) {
+    bound = find_bound(s, row, n, p.aligned, Quads::sample(), kGroups, (2 * p.top + kSampled - 1) / kSampled);
+    const uint32_t equal = __reduce_add_sync(kAllLanes, list());
+    if (threadIdx.x % 32 == 0) atomicAdd(&s.equal, equal);
+    __syncthreads();
+    listed = s.count + s.equal >= p.top && s.count <= kCandidates;
+    __syncthreads();
+    if (!listed && threadIdx.x == 0) s.count = s.peak = 0;
   }
-  if (threadIdx.x == 0) atomicMax(&root->peak, s.high);
-  visit_scores(row, n, p.aligned, rank, ranks, [&](int entry, uint32_t order, int) {
-    if (order <= bound) return;
-    const uint32_t at = atomicAdd(&s.count, 1u);
-    if (at < kCandidates) s.candidates[at] = order_of(order, entry);
-  });
+  Shared* root = &s;
+  if (!listed) {
+    if (ranks > 1) cluster_arrive();
+    // With several blocks, each has at least kGroups entries.
+    bound = find_bound(s, row, n, p.aligned, own, ranks > 1 ? kGroups : min(n, kGroups),
+                       uint32_t((p.top + ranks - 1) / ranks));
+    if (ranks > 1) {
+      cluster_wait();
+      if (threadIdx.x < ranks) *of_block(&s.bound[rank], threadIdx.x) = bound;
+      cluster_arrive();
+      cluster_wait();
+      for (int i = 0; i < ranks; ++i) bound = min(bound, s.bound[i]);
+      root = of_block(&s, 0);
+    }
+    list();
+  }
   if (ranks > 1) {
     if (rank > 0) {
       __syncthreads();
-      if (threadIdx.x == 0) s.low = atomicAdd(&root->count, s.count);
+      if (threadIdx.x == 0) s.low = atomicAdd(&root->count, s.count), atomicMax(&root->peak, s.peak);
       __syncthreads();
       const uint32_t to = s.low;
       for (uint32_t i = threadIdx.x; i < s.count && to + i < kCandidates; i += kThreads)
@@ -955,7 +991,8 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
     choose_top(visit_list);
   } else {
     choose_top([&](auto f) {
-      visit_scores(row, n, p.aligned, 0, 1, [&](int entry, uint32_t order, int) { f(order_of(order, entry)); });
+      visit_scores(row, n, p.aligned, Quads::of_block(0, 1),
+                   [&](int entry, uint32_t order, int) { f(order_of(order, entry)); });
     });
   }
   __syncthreads();

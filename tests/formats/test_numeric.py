@@ -68,9 +68,12 @@ extern "C" void host_score_of_order(const float* x, float* y, long n) {
 // A word of eight codes -> as e4m3 numbers, of a block whose scale is 2^-below times the largest.
 extern "C" void host_decode_bytes(const uint32_t* words, const int32_t* below, float* y, long n) {
   for (long i = 0; i < n; ++i, y += 8) {
-    for (int half = 0; half < 2; ++half) {
-      uint32_t bytes = four_bytes(words[i] >> 16 * half, byte_codes(below[i]));
-      for (int j = 0; j < 4; ++j, bytes >>= 8) y[4 * half + j] = e4m3_value(bytes & 0x7f) * (bytes & 0x80 ? -1 : 1);
+    uint32_t bytes[2];
+    magnitudes_of(words[i], byte_codes(below[i]), bytes[0], bytes[1]);
+    bytes[0] |= lower_signs(words[i]), bytes[1] |= upper_signs(words[i]);
+    for (int j = 0; j < 8; ++j) {
+      const uint32_t byte = bytes[j / 4] >> 8 * (j % 4) & 0xff;
+      y[j] = e4m3_value(byte & 0x7f) * (byte & 0x80 ? -1 : 1);
     }
   }
 }
