@@ -475,18 +475,19 @@ def test_figures_of_a_lookup() -> None:
     assert line in (ROOT / "docs" / "benchmarks" / "limits.md").read_text()
 
 
-def test_figures_of_shared_index_keys() -> None:
-    rows = [row for row in rows_of("index_shared") if row["case"].endswith("top 512")]
-    both, scores = (
-        [
-            next(row["us"] for row in rows if (row["subject"], row["stage"]) == (subject, stage))
-            for subject in ("ours", "in-tree")
-        ]
-        for stage in ("all", "score")
-    )
+def test_figures_of_index_selection_behind_sglang() -> None:
+    us = {(row["case"], row["stage"], row["subject"]): row["us"] for row in rows_of("index")}
     text = unwrapped(ROOT / "docs" / "benchmarks" / "limits.md")
-    assert f"share 1 M tokens | {both[0]:.0f} us | {both[1]:.0f} us |" in text
-    assert f"Those of shared tokens take {scores[0]:.0f} and {scores[1]:.0f}:" in text
+
+    def pair(case: str, stage: str) -> tuple[str, str]:
+        ours, theirs = (us[f"{case}, top 512", stage, subject] for subject in ("ours", "in-tree"))
+        return f"{ours:.0f}", f"{theirs:.0f}"
+
+    for case, label in (("16 x 1024K", "of 1 M tokens"), ("16 x 1024K, shared", "that share 1 M tokens")):
+        ours, theirs = pair(case, "all")
+        assert f"| index selection, decode of 16 requests {label} | {ours} us | {theirs} us |" in text
+    assert "Among the scores of 1 M tokens it takes {} us, SGLang's {}.".format(*pair("16 x 1024K", "select")) in text
+    assert "Scores of shared tokens take {} and {}:".format(*pair("16 x 1024K, shared", "score")) in text
 
 
 def test_figures_of_agents_with_hints() -> None:
