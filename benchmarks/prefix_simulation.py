@@ -66,6 +66,10 @@ class LeastRecentlyUsed(EvictionPolicy):
 class AnswersRepeated(ResumeEstimate):
     """Baseline: all conversations go on at the end of the last answer."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.probability = [float(point == ResumePoint.ANSWER) for point in ResumePoint]
+
     def count(self, point: ResumePoint) -> None:
         pass
 
