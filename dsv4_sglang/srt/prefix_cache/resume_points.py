@@ -40,9 +40,9 @@ class ResumeEstimate:
     """Probabilities of the resume points, over the last requests that went on with a conversation."""
 
     def __init__(self) -> None:
-        """Begin as if one of four earlier prompts had left out the answer: ends of prompts then outlast the snapshots
-        before them. When many first turns wait for their second ones, nothing is learned for minutes, and of
-        conversations that leave out their answers all would be lost (`test_before_the_first_return`)."""
+        """Begin as if one of four earlier prompts had left out the answer, so that ends of prompts outlast the
+        snapshots before them. While many first turns wait for their second ones nothing is learned, and conversations
+        that leave out their answers would lose those ends."""
         self.probability = [0.0, 0.25, 0.75]
         self._count = FIRST
 
