@@ -45,7 +45,7 @@ def test_probabilities_follow_what_requests_do() -> None:
     assert (estimate.needed(ANSWER), estimate.needed(PROMPT), estimate.needed(PROMPT, ANSWER)) == (0.75, 1, 0.25)
     assert estimate.needed(WITHIN, PROMPT) == SUPERSEDED
     estimate = counted(*[PROMPT] * 16)
-    assert estimate.needed(ANSWER) == pytest.approx(0.75 / 2)
+    assert (estimate.needed(ANSWER), estimate.needed(PROMPT, ANSWER)) == pytest.approx((0.75 / 2, 1 - 0.75 / 2))
     estimate = counted(*[PROMPT] * 1000)
     assert estimate.needed(PROMPT, ANSWER) == pytest.approx(1) and estimate.needed(ANSWER) == SUPERSEDED
     for _ in range(1000):

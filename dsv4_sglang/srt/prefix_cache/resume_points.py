@@ -14,6 +14,11 @@ SUPERSEDED = 1 / 16
 MEMORY = 64
 FIRST = 16
 
+# Probability before the first return that a prompt leaves out the answer. Ends of prompts then outlast the snapshots
+# before them: while many first turns wait for their second ones, nothing is learned. Of simulated agents that leave
+# out their answers, first second turns hit 97 to 99 %, with 0 they hit 90 to 95 %.
+LEFT_OUT = 1 / 4
+
 
 class ResumePoint(IntEnum):
     """Place of a snapshot in the turn that took it, ascending by length.
@@ -40,10 +45,9 @@ class ResumeEstimate:
     """Probabilities of the resume points, over the last requests that went on with a conversation."""
 
     def __init__(self) -> None:
-        """Begin as if one of four earlier prompts had left out the answer, so that ends of prompts outlast the
-        snapshots before them. While many first turns wait for their second ones nothing is learned, and conversations
-        that leave out their answers would lose those ends."""
-        self.probability = [0.0, 0.25, 0.75]
+        """Begin as if LEFT_OUT of the earlier prompts had left out the answer, and the others had repeated it."""
+        self.probability = [0.0] * len(ResumePoint)
+        self.probability[ResumePoint.PROMPT], self.probability[ResumePoint.ANSWER] = LEFT_OUT, 1 - LEFT_OUT
         self._count = FIRST
 
     def count(self, point: ResumePoint) -> None:
