@@ -42,12 +42,16 @@ DECODE_LINE = re.compile(
     r"\[\S+ \S+?(?: DP(\d+))?(?: [^\]]*)?\] Decode batch.*?#running-req: (\d+)(?:.*?accept len: ([\d.]+))?"
     r".*?gen throughput \(token/s\): ([\d.]+)"
 )
-IN_TREE_SIZES = re.compile(
-    r"bytes_per_full_token=([\d.]+), available_bytes=([\d.]+) GB, c128_state_fixed=([\d.]+) GB, full_token=(\d+)"
-)
 OUR_SIZES = re.compile(
-    r"dsv4_sglang cache: (\d+) tokens in (\d+) blocks, ([\d.]+) bytes a token; (\d+) state slots of (\d+)"
+    r"dsv4_sglang cache: (\d+) tokens in \d+ blocks, ([\d.]+) bytes a token; (\d+) state slots .*?; ([\d.]+) GiB in all"
 )
+# Each process writes this line, also those that share a host cache.
+OUR_HOST_CACHE = re.compile(r"dsv4_sglang host cache of (\w+) process(?:es)?: .*?; ([\d.]+) GiB of host memory")
+# SGLang's GB are 2^30 bytes on the GPU and 10^9 bytes on the host.
+IN_TREE_TOKEN = re.compile(r"DSV4 memory calculation: .*?bytes_per_full_token=([\d.]+), (.*)")
+IN_TREE_FIXED = re.compile(r"_fixed=([\d.]+) GB")
+IN_TREE_TOKENS = re.compile(r"DSV4 pool sizes: full=(\d+)")
+IN_TREE_HOST_POOL = re.compile(r"Allocating ([\d.]+) GB host memory for V4 \w+ pool")
 
 
 def plugin_path(folder: Path) -> list[str]:
@@ -297,24 +301,30 @@ def max_total_tokens(url: str) -> int:
 
 
 def sizes(log: str) -> dict[str, float]:
-    """Return the sizes of the cache according to the log of either server: tokens, bytes per token, fixed GiB and total
-    GiB."""
+    """Return the sizes of the cache according to the log of either server: tokens, bytes per token, fixed GiB, total
+    GiB, and the host cache in GB (10^9 bytes) if there is one."""
     if found := OUR_SIZES.search(log):
-        tokens, blocks, token_bytes, slots, slot_bytes = found.groups()
+        tokens, token_bytes, slots, gib = int(found[1]), float(found[2]), int(found[3]), float(found[4])
+        shares = [float(gib) / (1 if of == "this" else int(of)) for of, gib in OUR_HOST_CACHE.findall(log)]
         return {
-            "tokens": int(tokens),
-            "bytes_a_token": float(token_bytes),
-            "state_slots": int(slots),
-            "fixed_gib": int(slots) * int(slot_bytes) / 2**30,
-            "gib": (int(slots) * int(slot_bytes) + int(blocks) * 128 * float(token_bytes)) / 2**30,
+            "tokens": tokens,
+            "bytes_a_token": token_bytes,
+            "state_slots": slots,
+            "fixed_gib": round(gib - tokens * token_bytes / 2**30, 3),
+            "gib": gib,
+            **({"host_gb": round(sum(shares) * 2**30 / 1e9, 3)} if shares else {}),
         }
-    if found := IN_TREE_SIZES.findall(log):
-        token_bytes, available, fixed, tokens = found[-1]
+    if found := IN_TREE_TOKEN.search(log):
+        # The last sizes are those after --max-total-tokens.
+        tokens, token_bytes = int(IN_TREE_TOKENS.findall(log)[-1]), float(found[1])
+        fixed = sum(map(float, IN_TREE_FIXED.findall(found[2])))
+        host_pools = [float(gb) for gb in IN_TREE_HOST_POOL.findall(log)]
         return {
-            "tokens": int(tokens),
-            "bytes_a_token": float(token_bytes),
-            "fixed_gib": float(fixed),
-            "gib": float(available),
+            "tokens": tokens,
+            "bytes_a_token": token_bytes,
+            "fixed_gib": fixed,
+            "gib": round(tokens * token_bytes / 2**30 + fixed, 3),
+            **({"host_gb": round(sum(host_pools), 3)} if host_pools else {}),
         }
     return {}
 

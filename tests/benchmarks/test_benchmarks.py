@@ -55,6 +55,7 @@ from benchmarks.environment import ROOT
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.planner.ask_sglang import resolved_flags
+from dsv4_sglang.srt.host_cache import transfers
 from dsv4_sglang.srt.launch.command import flag_value
 from dsv4_sglang.srt.launch.options import Options
 from dsv4_sglang.srt.memory import sizing
@@ -654,13 +655,34 @@ def test_times_between_tokens() -> None:
 
 
 def test_sizes_of_both_servers_logs() -> None:
-    """The line of our server is formatted from the source of `sizing.table`."""
-    in_tree = "bytes_per_full_token=7705.45, available_bytes=78.82 GB, c128_state_fixed=2.53 GB, full_token=10631168"
-    assert servers.sizes(in_tree) == {"tokens": 10631168, "bytes_a_token": 7705.45, "fixed_gib": 2.53, "gib": 78.82}
+    """The lines of our server are formatted from the sources of `sizing.table` and of `transfers`."""
+    memory = (
+        "DSV4 memory calculation: unified=False, unified_fp8=False, dspark_draft_bf16=False, "
+        "bytes_per_full_token=7086.75, available_bytes=4.62 GB, c128_state_fixed=0.11 GB, c2_state_fixed=0.02 GB, "
+        "full_token=684032"
+    )
+    pools = "DSV4 pool sizes: full=684032, swa=68352\nDSV4 pool sizes: full=139264, swa=13824, c4=34816, c128=1088"
+    in_tree = {"tokens": 139264, "bytes_a_token": 7086.75, "fixed_gib": 0.13, "gib": 1.049}
+    assert servers.sizes(f"{memory}\n{pools}") == in_tree
+    host = (
+        "Allocating 4.28 GB host memory for V4 paged pool 'deepseek_v4_c4' (layers=21)",
+        "Allocating 0.74 GB host memory for V4 state pool 'deepseek_v4_c4_state' (layers=21)",
+    )
+    assert servers.sizes("\n".join([memory, pools, *host])) == in_tree | {"host_gb": 5.02}
     assert servers.sizes("nothing") == {}
-    [line] = re.findall(r'f"(dsv4_sglang cache: [^"]*)"\s+f"([^"]*)"', Path(sizing.__file__).read_text())
-    ours = re.sub(r"\{[^}]*\}", "7", re.sub(r"\{[^}]*:\.2f\}", "3534.62", "".join(line)))
-    assert servers.sizes(ours)["state_slots"] == 7
+    lines = re.findall(r'f"(dsv4_sglang cache: [^"]*)"\s+' + 3 * r'f"([^"]*)"\s*', Path(sizing.__file__).read_text())
+    values = {"{layout.token_bytes:.2f}": "3534.62", "{sum(part.bytes for part in parts) / GIB:.3f}": "1.500"}
+    [log] = map("".join, lines)
+    for name, value in values.items():
+        log = log.replace(name, value)
+    log = re.sub(r"\{[^}]*\}", "7", log)
+    ours = {"tokens": 7, "bytes_a_token": 3534.62, "state_slots": 7, "fixed_gib": 1.5, "gib": 1.5}
+    assert servers.sizes(log) == ours
+    [line] = re.findall(r'"(dsv4_sglang host cache of %s: [^"]*)"\s+"([^"]*)"', Path(transfers.__file__).read_text())
+    line = re.sub(r"%d", "7", "".join(line)).replace("%.3f", "20.000").replace("%s", "this process", 1)
+    assert servers.sizes(f"{log}\n{line}") == ours | {"host_gb": 21.475}
+    shared = line.replace("this process", "2 processes")
+    assert servers.sizes(f"{log}\n{shared}\n{shared}") == ours | {"host_gb": 21.475}
 
 
 def test_commands_of_both_servers(tmp_path: Path) -> None:

@@ -149,6 +149,8 @@ HINTS = ROOT / "docs" / "guides" / "hints.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
 FLASH, TP4, DP4 = "turns_v4flash_tp2", "turns_v4flash_fp4_tp4", "turns_v4flash_fp4_dp4"
 EAGLE = "serve_eagle3_v4flash_tp2", f"{TP4}_eagle", f"{DP4}_eagle"
+# Bytes of a token of `flashshape` in SGLang's cache, by its log.
+SGLANG_TOKEN_BYTES = 7086.75
 AGENTS = {"scenario": "trace", "part": "155 conversations"}
 V41 = "turns_v41wide"
 # Servers of the columns.
@@ -442,13 +444,17 @@ def test_figures_of_agents_under_load() -> None:
     def held(load: str) -> list[str]:
         """Return the millions of tokens on the device and on the host, ours and SGLang's in turn."""
         tokens = [[int(tokens) / 1e6 for tokens in row["bounded_ideal_tokens"]] for row in loads[load]]
-        return [f"{device:.2f}" for device, _ in tokens] + [f"{both - device:.1f}" for device, both in tokens]
+        ours, theirs = (both - device for device, both in tokens)
+        assert SGLANG_TOKEN_BYTES * theirs == pytest.approx(
+            loads[load][0]["server"]["bytes_a_token"] * ours / 2, rel=0.02
+        )
+        return [f"{device:.2f}" for device, _ in tokens] + [f"{ours:.1f}", f"{theirs:.1f}"]
 
     device, theirs, host, their_host = held("93 clients, host cache")
     assert f"{device} M tokens, SGLang {theirs} M" in text
-    assert f"equal bytes: {host} M tokens, SGLang {their_host} M" in text
+    assert f"SGLang's host caches have half our bytes: {their_host} M tokens of {host} M" in text
     device, theirs, host, their_host = held("270 clients, host cache")
-    assert f"{device} M tokens on the GPU ({theirs} M), {host} M ({their_host} M) on the host" in text
+    assert f"{their_host} M of {host} M; there the GPU has {device} M tokens ({theirs} M)" in text
     full, _ = loads["open loop, 1x"]
     share = full["missed"]["no_snapshot"] / full["ideal_tokens"]
     assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
@@ -511,11 +517,14 @@ def test_figures_of_agents_with_hints() -> None:
 def test_agents_of_the_readme() -> None:
     loads = loads_of_agents()
     few, many = (
-        [f"{row['requests_per_s']:.1f}" for row in loads[load]] for load in ("open loop, 1x", "375 clients, host cache")
+        [f"{row['requests_per_s']:.1f}" for row in loads[load]]
+        for load in ("open loop, 1x", "93 clients, shortest-prefill-first")
     )
+    ours, _ = loads["93 clients, shortest-prefill-first"]
+    assert ours["live_tokens"] > ours["server"]["max_total_num_tokens"]
     assert (
         f"[60 agents](docs/benchmarks/load.md) get {few[0]} answers/s, SGLang's {few[1]}; "
-        f"375 with host caches of equal bytes {many[0]} and {many[1]}."
+        f"93, more than fit, {many[0]} and {many[1]} (`shortest-prefill-first`)."
     ) in unwrapped(README)
 
 
