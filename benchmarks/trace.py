@@ -15,6 +15,7 @@ FILE.requests.jsonl beside it gets one line per request.
 Ideal hits are those of an unbounded cache, and of optimal caches that know the future (Belady's, see `perfect_hits`)
 and hold the tokens of the device, those of device and host together, or --capacity tokens. The host's are its bytes
 over the bytes of a token. `live_tokens` are those that the unbounded cache holds for later requests, at most at a time.
+Servers with host caches are compared at equal `host_gb`, 10^9 bytes by their logs.
 
 Misses relative to the unbounded cache:
 
