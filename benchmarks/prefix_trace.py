@@ -23,10 +23,10 @@ bytes that the host cache had copied by then.
     python -m benchmarks.prefix_trace agents --servers ours --out benchmarks/results/agents.jsonl \\
         --flags "--context-length 65280 --max-total-tokens 65536 --max-running-requests 16 --enable-metrics"
 
-With `--servers in-tree`, `--hicache-ratio 4` gives equal host bytes, because the GPU has as many tokens and
-SGLang's are more than twice as large. With equal memory on the GPU the ratios would have to be equal: compare `host_gb`
-of the rows. `--max-running-requests` is small because running requests hold snapshots: 256 requests would make a device
-cache of 65,536 tokens, and with it the host cache, nine times as large.
+With `--servers in-tree`, `--hicache-ratio 4` gives equal host bytes, because the GPU has as many tokens and SGLang's
+are more than twice as large. With equal memory on the GPU the ratios would have to be equal: compare `host_gb` of the
+rows. `--max-running-requests` is small because running requests hold snapshots: 256 requests would make a device cache
+of 65,536 tokens, and with it the host cache, nine times as large.
 """
 
 from __future__ import annotations

@@ -301,30 +301,31 @@ def max_total_tokens(url: str) -> int:
 
 
 def sizes(log: str) -> dict[str, float]:
-    """Return the sizes of the cache according to the log of either server: tokens, bytes per token, fixed GiB, total
-    GiB, and the host cache in GB (10^9 bytes) if there is one."""
+    """Return the sizes of one process's cache according to the log of either server: tokens, bytes per token, fixed
+    GiB, total GiB; and if there is one, the host cache of all processes in GB (10^9 bytes)."""
+    host = [float(gib) * 2**30 / 1e9 / (1 if of == "this" else int(of)) for of, gib in OUR_HOST_CACHE.findall(log)]
+    host += [float(gb) for gb in IN_TREE_HOST_POOL.findall(log)]
+    host_gb = {"host_gb": round(sum(host), 3)} if host else {}
     if found := OUR_SIZES.search(log):
         tokens, token_bytes, slots, gib = int(found[1]), float(found[2]), int(found[3]), float(found[4])
-        shares = [float(gib) / (1 if of == "this" else int(of)) for of, gib in OUR_HOST_CACHE.findall(log)]
         return {
             "tokens": tokens,
             "bytes_a_token": token_bytes,
             "state_slots": slots,
             "fixed_gib": round(gib - tokens * token_bytes / 2**30, 3),
             "gib": gib,
-            **({"host_gb": round(sum(shares) * 2**30 / 1e9, 3)} if shares else {}),
+            **host_gb,
         }
-    if found := IN_TREE_TOKEN.search(log):
+    if lines := IN_TREE_TOKEN.findall(log):
         # The last sizes are those after --max-total-tokens.
-        tokens, token_bytes = int(IN_TREE_TOKENS.findall(log)[-1]), float(found[1])
-        fixed = sum(map(float, IN_TREE_FIXED.findall(found[2])))
-        host_pools = [float(gb) for gb in IN_TREE_HOST_POOL.findall(log)]
+        tokens, token_bytes = int(IN_TREE_TOKENS.findall(log)[-1]), float(lines[-1][0])
+        fixed = sum(map(float, IN_TREE_FIXED.findall(lines[-1][1])))
         return {
             "tokens": tokens,
             "bytes_a_token": token_bytes,
             "fixed_gib": fixed,
             "gib": round(tokens * token_bytes / 2**30 + fixed, 3),
-            **({"host_gb": round(sum(host_pools), 3)} if host_pools else {}),
+            **host_gb,
         }
     return {}
 

@@ -301,7 +301,7 @@ def held_tokens(facts: Mapping[str, Any]) -> list[int]:
     if "--enable-hierarchical-cache" not in flags or not device:
         return [device]
     if size := float(flag_value(flags, "--hicache-size") or 0):
-        bytes_a_token = facts.get("bytes_a_token")  # unknown of a server at --url
+        bytes_a_token = facts.get("bytes_a_token")  # missing if the log has no sizes
         return [device, device + round(size * 1e9 / bytes_a_token)] if bytes_a_token else [device]
     return [device, device + round(float(flag_value(flags, "--hicache-ratio") or HICACHE_RATIO) * device)]
 
