@@ -21,6 +21,10 @@ SCALE = 512**-0.5
 GARBAGE = 1 << 30  # behind the length of a list
 # Formats of DeepSeek-V4.1, as arguments of `attend_case`.
 BLOCK_SCALED = {"kv_format": KVFormat.MXFP8, "entry_format": KVFormat.NVFP4}
+# Bound of `assert_attends` for them in fp32: logits are up to 125, sums of 512 products. Partial sums of about half of
+# that round by 2^-25 of themselves, 512 roundings add up to sqrt(512) of one: 4e-5, and a weight is off by as much. The
+# reference is 1.2e-5 from fp64.
+BLOCK_SCALED_FP32_BOUND = 6e-5
 
 
 def rope(positions: int = 4096) -> Tensor:
