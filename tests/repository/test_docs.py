@@ -144,13 +144,11 @@ def test_the_site_has_every_page() -> None:
 
 # The main figures as in the benchmark files: page, row, files, filter on their rows, field, format.
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
-LOAD = ROOT / "docs" / "benchmarks" / "load.md"
+LOAD, LIMITS = ROOT / "docs" / "benchmarks" / "load.md", ROOT / "docs" / "benchmarks" / "limits.md"
 HINTS = ROOT / "docs" / "guides" / "hints.md"
 DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
 FLASH, TP4, DP4 = "turns_v4flash_tp2", "turns_v4flash_fp4_tp4", "turns_v4flash_fp4_dp4"
 EAGLE = "serve_eagle3_v4flash_tp2", f"{TP4}_eagle", f"{DP4}_eagle"
-# Bytes of a token of `flashshape` in SGLang's cache, by its log.
-SGLANG_TOKEN_BYTES = 7086.75
 AGENTS = {"scenario": "trace", "part": "155 conversations"}
 V41 = "turns_v41wide"
 # Servers of the columns.
@@ -423,9 +421,9 @@ def test_figures_of_agents_under_load() -> None:
         "30 clients": "closed loop, 30 agents",
         "93 clients": "93 agents",
         "93 clients, shortest-prefill-first": "93 agents, `shortest-prefill-first`",
-        "93 clients, host cache": "93 agents, host cache",
-        "375 clients, host cache": "375 agents, host cache",
-        "270 clients, host cache": "270 agents, host cache",
+        "39 clients, host cache": "39 agents, host cache",
+        "154 clients, host cache": "154 agents, host cache",
+        "386 clients, host cache": "386 agents, host cache",
     }
     text = unwrapped(LOAD)
     assert loads.keys() == labels.keys()
@@ -441,24 +439,34 @@ def test_figures_of_agents_under_load() -> None:
             )
         assert f"| {' | '.join(cells)} |" in text
 
-    def held(load: str) -> list[str]:
-        """Return the millions of tokens on the device and on the host, ours and SGLang's in turn."""
-        tokens = [[int(tokens) / 1e6 for tokens in row["bounded_ideal_tokens"]] for row in loads[load]]
-        ours, theirs = (both - device for device, both in tokens)
-        # Our snapshots come on top.
-        assert SGLANG_TOKEN_BYTES * theirs == pytest.approx(
-            loads[load][0]["server"]["bytes_a_token"] * ours / 2, rel=0.02
-        )
-        return [f"{device:.2f}" for device, _ in tokens] + [f"{ours:.1f}", f"{theirs:.1f}"]
+    def held(load: str) -> list[list[float]]:
+        """Return the millions of tokens on the device, then on the host if there is a cache, ours and SGLang's."""
+        tiers = []
+        for row in loads[load]:
+            device, *both = (int(tokens) / 1e6 for tokens in row["bounded_ideal_tokens"])
+            tiers.append([device, *(tokens - device for tokens in both)])
+        return tiers
 
-    device, theirs, host, their_host = held("93 clients, host cache")
-    assert f"{device} M tokens, SGLang {theirs} M" in text
-    assert f"SGLang's host caches have under half our bytes: {their_host} M tokens of {host} M" in text
-    device, theirs, host, their_host = held("270 clients, host cache")
-    assert f"{their_host} M of {host} M; there the GPU has {device} M tokens ({theirs} M)" in text
-    full, _ = loads["open loop, 1x"]
-    share = full["missed"]["no_snapshot"] / full["ideal_tokens"]
-    assert f"{100 * share:.1f} % of the tokens had blocks and no snapshot" in text
+    (ours,), (theirs,) = held("93 clients")
+    assert f"{ours:.2f} M tokens, SGLang {theirs:.2f} M" in text
+    for load in (load for load in loads if "host cache" in load):
+        gigabytes = [row["server"]["host_gb"] for row in loads[load]]
+        assert gigabytes[1] == pytest.approx(gigabytes[0], rel=0.03)
+        (ours, on_host), (theirs, on_their_host) = held(load)
+        assert (
+            f"Host caches have {gigabytes[0]:.0f} GB, {on_host:.1f} M tokens (SGLang {on_their_host:.1f} M); "
+            f"there the GPU has {ours:.2f} M ({theirs:.2f} M)"
+        ) in text
+    first, last = (
+        100 * row["missed"]["no_snapshot"] / row["ideal_tokens"]
+        for row, _ in (loads["open loop, 1x"], loads["386 clients, host cache"])
+    )
+    assert f"In the first row {first:.1f} % of the tokens had blocks and no snapshot, in the last {last:.1f} %." in text
+    fills = [row["fill_seconds"] for pair in loads.values() for row in pair]
+    assert f"the first prompts, which no cache has ({min(fills):.0f} to {max(fills):.0f} s)" in text
+    between = (row["between_tokens_ms"] for row in loads["154 clients, host cache"])
+    ours, theirs = (f"{gap['p50']:.1f}/{gap['p95']:.1f} ms" for gap in between)
+    assert f"| between tokens, 154 agents, host caches, p50/p95 | {ours} | {theirs} |" in LIMITS.read_text()
     longest = [row["first_token_ms"]["high"] / 1e3 for row in loads["93 clients, shortest-prefill-first"]]
     assert f"agents that lost theirs wait up to {longest[0]:.0f} s (SGLang {longest[1]:.0f})" in text
 
@@ -479,12 +487,12 @@ def test_figures_of_a_lookup() -> None:
     rows = [row for row in rows_of("full_pool_turns") if (row["turns"], row["call"]) == (200, "lookup")]
     ours, theirs = (next(row["p50 ms"] for row in rows if row["subject"] == tree) for tree in ("ours", "sglang-rust"))
     line = f"| CPU time of a lookup, conversation of 200 turns | {ours:.1f} ms | {theirs:.1f} ms |"
-    assert line in (ROOT / "docs" / "benchmarks" / "limits.md").read_text()
+    assert line in LIMITS.read_text()
 
 
 def test_figures_of_index_selection_behind_sglang() -> None:
     us = {(row["case"], row["stage"], row["subject"]): row["us"] for row in rows_of("index")}
-    text = unwrapped(ROOT / "docs" / "benchmarks" / "limits.md")
+    text = unwrapped(LIMITS)
 
     def pair(case: str, stage: str) -> tuple[str, str]:
         ours, theirs = (us[f"{case}, top 512", stage, subject] for subject in ("ours", "in-tree"))
@@ -518,14 +526,13 @@ def test_figures_of_agents_with_hints() -> None:
 def test_agents_of_the_readme() -> None:
     loads = loads_of_agents()
     few, many = (
-        [f"{row['requests_per_s']:.1f}" for row in loads[load]]
-        for load in ("open loop, 1x", "93 clients, shortest-prefill-first")
+        [f"{row['requests_per_s']:.1f}" for row in loads[load]] for load in ("open loop, 1x", "386 clients, host cache")
     )
-    ours, _ = loads["93 clients, shortest-prefill-first"]
-    assert ours["live_tokens"] > ours["server"]["max_total_num_tokens"]
+    ours, _ = loads["386 clients, host cache"]
+    times = ours["live_tokens"] / ours["server"]["max_total_num_tokens"]
     assert (
         f"[60 agents](docs/benchmarks/load.md) get {few[0]} answers/s, SGLang's {few[1]}; "
-        f"93, more than fit, {many[0]} and {many[1]} (`shortest-prefill-first`)."
+        f"386, {times:.0f} times what fits, {many[0]} and {many[1]} (equal host caches)."
     ) in unwrapped(README)
 
 
