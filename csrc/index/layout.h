@@ -96,36 +96,27 @@ DSV4_HD ByteCodes byte_codes(int below) {
   return {in_range ? high - exponents - 0x10101440u : 0, in_range ? high : 0};  // `low` is 0x3c383000 + the upper bytes
 }
 
-/// Converts the magnitudes of a word of eight e2m1 codes to one byte of `codes` each.
-DSV4_HD void magnitudes_of(uint32_t word, ByteCodes codes, uint32_t& lower, uint32_t& upper) {
-  word &= 0x77777777;
-#ifdef __CUDA_ARCH__  // inline assembly, because `__byte_perm` would mask the nibbles of each half again
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(lower) : "r"(codes.low), "r"(codes.high), "r"(word));
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(upper) : "r"(codes.low), "r"(codes.high), "r"(word >> 16));
+/// Converts a word of eight e2m1 codes to one byte of `codes` each: `bytes[0]` from its lower half, `bytes[1]` from its
+/// upper one.
+DSV4_HD void eight_bytes(uint32_t word, ByteCodes codes, uint32_t (&bytes)[2]) {
+#ifdef __CUDA_ARCH__
+  // The signs are bits 7 of the bytes of `left` and `word`, in turn.
+  const uint32_t magnitudes = word & 0x77777777, left = word << 4, signs = 0x80808080;
+  const auto look_up = [&](uint32_t nibbles) {
+    uint32_t found;  // inline assembly, because `__byte_perm` would mask the nibbles of each half again
+    asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(codes.low), "r"(codes.high), "r"(nibbles));
+    return found;
+  };
+  bytes[0] = look_up(magnitudes) | (__byte_perm(left, word, 0x5140) & signs);
+  bytes[1] = look_up(magnitudes >> 16) | (__byte_perm(left, word, 0x7362) & signs);
 #else
-  lower = upper = 0;
+  bytes[0] = bytes[1] = 0;
   for (int i = 0; i < 8; ++i) {
-    const uint32_t code = word >> 4 * i, byte = (code & 4 ? codes.high : codes.low) >> 8 * (code & 3) & 0xff;
-    (i < 4 ? lower : upper) |= byte << 8 * (i % 4);
+    const uint32_t code = word >> 4 * i & 0xf, magnitude = (code & 4 ? codes.high : codes.low) >> 8 * (code & 3) & 0xff;
+    bytes[i / 4] |= (magnitude | (code & 8) << 4) << 8 * (i % 4);
   }
 #endif
 }
-
-/// Returns `first`'s byte i, `second`'s byte i, `first`'s byte i + 1, `second`'s byte i + 1.
-template <int i>
-DSV4_HD uint32_t bytes_in_turn(uint32_t first, uint32_t second) {
-#ifdef __CUDA_ARCH__
-  return __byte_perm(first, second, 0x5140 + 0x2222 * (i / 2));
-#else
-  const uint32_t a = first >> 8 * i, b = second >> 8 * i;
-  return (a & 0xff) | (b & 0xff) << 8 | (a >> 8 & 0xff) << 16 | (b >> 8 & 0xff) << 24;
-#endif
-}
-
-/// Return the signs of the lower or the upper four codes of a word in bits 7 of the bytes. In the word they are bits 3
-/// and 7 of its bytes.
-DSV4_HD uint32_t lower_signs(uint32_t word) { return bytes_in_turn<0>(word << 4, word) & 0x80808080; }
-DSV4_HD uint32_t upper_signs(uint32_t word) { return bytes_in_turn<2>(word << 4, word) & 0x80808080; }
 
 /// Maps scores to integers of the same order. -0 equals 0.
 DSV4_HD uint32_t order_of(float score) {

@@ -11,9 +11,9 @@
 // are known to truncate them at 2^-13 of it.
 //
 // Decode: the tiles of all tokens form one list, divided into equal runs for the SMs. The four warpgroups of an SM take
-// the tiles of a run in turn, while the tile after the next and the next token's query are loaded. The next tile is
-// decoded while the products of this one run. If a request has several tokens in the step (drafts), up to four share a
-// tile: it is decoded once, and the products of the next token overlap with the sums of the last one.
+// the tiles of a run in turn, while the next tile and the next token's query are loaded. If a request has several
+// tokens in the step (drafts), up to four share a tile: it is decoded once, and the products of the next token overlap
+// with the sums of the last one.
 //
 // Prefill: every SM processes items of 576 keys (fp16: 384) and 32 tokens. Each of three warpgroups keeps three (two)
 // tiles of keys in registers, while the queries pass through a ring buffer that a fourth warpgroup fills. The products
@@ -56,10 +56,6 @@ struct Bytes {
 
 constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // stride between the queries of two tokens of V4
 constexpr int kWeightBytes = kIndexHeads * 4;             // head weights of a product
-
-/// Returns a condition that is equal in all lanes. The vote tells this to the compiler, which keeps the descriptors of
-/// products in uniform registers only if no branch around them may diverge.
-__device__ __forceinline__ bool uniform(bool condition) { return __any_sync(kAllLanes, condition); }
 
 /// Keys of a block of the cache, as a power of two.
 __device__ __forceinline__ int keys_shift(const ScoreParams&) { return 5; }
@@ -123,13 +119,7 @@ struct Keys<Halves> {
   /// Half the factor of the score that the lane writes: `twice_positive` has the other half.
   static constexpr float half_gain = kKeyGain / 2;
 
-  /// The part of the decoding that may run beside products: here none.
-  struct Begun {
-    __device__ __forceinline__ void decode(const PackedKeys&, int) {}
-  };
-
-  /// Decodes the rest.
-  __device__ __forceinline__ void finish(const PackedKeys& packed, const Begun&) {
+  __device__ __forceinline__ void decode(const PackedKeys& packed, int) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const __half2 both = decode_scales(packed.scales[row]);
@@ -162,39 +152,24 @@ struct Keys<Bytes> {
   uint32_t a[kSteps][4];
   float half_gain;
 
-  struct Begun {
-    uint32_t magnitudes[kSteps][4];
-    float half_gain;
-
-    __device__ __forceinline__ void decode(const PackedKeys& packed, int lane) {
-      int largest[2];
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest one of
-        // the key's four blocks.
-        const int exponent = int(bits_of_half2(decode_scales(packed.scales[row] & 0x7f)) >> 10);
-        int most = max(exponent, __shfl_xor_sync(kAllLanes, exponent, 1));
-        most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
-        const ByteCodes bytes = byte_codes(most - exponent);
-        packed.visit(row, [&](int word, uint32_t codes) {
-          magnitudes_of(codes, bytes, magnitudes[word][row], magnitudes[word][2 + row]);
-        });
-        largest[row] = most;
-      }
-      half_gain = exp2_of_biased(uint32_t(127 - 1 - 15 - 7 - kByteShift + (lane % 2 ? largest[1] : largest[0])));
-    }
-  };
-
-  /// Adds the signs. While products run, the compiler lets no code write operands of later ones.
-  __device__ __forceinline__ void finish(const PackedKeys& packed, const Begun& begun) {
-    half_gain = begun.half_gain;
+  __device__ __forceinline__ void decode(const PackedKeys& packed, int lane) {
+    int largest[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
+      // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest one of the
+      // key's four blocks.
+      const int exponent = int(bits_of_half2(decode_scales(packed.scales[row] & 0x7f)) >> 10);
+      int most = max(exponent, __shfl_xor_sync(kAllLanes, exponent, 1));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
+      const ByteCodes bytes = byte_codes(most - exponent);
       packed.visit(row, [&](int word, uint32_t codes) {
-        a[word][row] = begun.magnitudes[word][row] | lower_signs(codes);
-        a[word][2 + row] = begun.magnitudes[word][2 + row] | upper_signs(codes);
+        uint32_t decoded[2];
+        eight_bytes(codes, bytes, decoded);
+        a[word][row] = decoded[0], a[word][2 + row] = decoded[1];
       });
+      largest[row] = most;
     }
+    half_gain = exp2_of_biased(uint32_t(127 - 1 - 15 - 7 - kByteShift + (lane % 2 ? largest[1] : largest[0])));
   }
 
   __device__ __forceinline__ void begin_products(float (&d)[32], uint64_t query) const {
@@ -205,13 +180,6 @@ struct Keys<Bytes> {
     products_commit();
   }
 };
-
-template <typename Numbers>
-__device__ __forceinline__ void decode(Keys<Numbers>& keys, const PackedKeys& packed, int lane) {
-  typename Keys<Numbers>::Begun begun;
-  begun.decode(packed, lane);
-  keys.finish(packed, begun);
-}
 
 /// Loads the head weights of a product that a lane needs: columns 8 j + 2 (lane % 4) and the next one.
 __device__ __forceinline__ void load_weights(float2 (&weights)[8], const float* of_product, int lane) {
@@ -332,9 +300,9 @@ struct Piece {
   /// Returns the group with tile `at` of the list, this one or a later one.
   template <typename Shared>
   __device__ __forceinline__ Piece with(const ScoreParams& p, const Shared& s, int at) const {
-    if (uniform(at < end)) return *this;
+    if (at < end) return *this;
     int owner = token;
-    while (uniform(s.ends[owner] <= at)) ++owner;
+    while (s.ends[owner] <= at) ++owner;
     return {p, s, owner};
   }
 
@@ -345,15 +313,15 @@ struct Piece {
 };
 
 /// Scores a warpgroup's tiles `at`, `at` + groups and so on below `stop` of a piece, which `count` tokens share. When
-/// called, `keys` has the keys of tile `at`, those of the next tile are being loaded, block_of(tile) knows the block of
-/// the one after it, and the queries are complete when `loaded` is.
+/// called, `packed` has the keys of tile `at`, `next` is the block of the next tile, and the queries are complete when
+/// `loaded` is.
 template <int count, typename Numbers, int tokens, typename BlockOf>
 __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, const Piece& piece,
-                                            int& at, int stop, int run_stop, const uint8_t* query,
-                                            const float* of_heads, uint64_t& loaded, int parity, Keys<Numbers>& keys,
-                                            PackedKeys& packed, const PackedKeys::Place& place, int& next, int warp,
-                                            int lane, BlockOf block_of) {
-  // The compiler overlaps products with other work only if there is no branch between, hence `count` is a constant.
+                                            int& at, int stop, const uint8_t* query, const float* of_heads,
+                                            uint64_t& loaded, int parity, PackedKeys& packed,
+                                            const PackedKeys::Place& place, int& next, int warp, int lane,
+                                            BlockOf block_of) {
+  // The compiler overlaps products with sums only if there is no branch between them, hence `count` is a constant.
   constexpr int groups = kDecodeGroups;
   float* scores = p.scores + piece.token * p.scores_stride;
   int own_key = own_key_of(warp, lane) - kTileKeys * piece.begin;
@@ -366,37 +334,25 @@ __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<
   wait(&loaded, parity);
   float2 weights[8];
   if constexpr (count == 1) load_weights(weights, of_heads, lane);
-  const auto write = [&](int i, const float (&sums)[32], float half_gain) {
-    if constexpr (count > 1) load_weights(weights, of_heads + i * kIndexHeads, lane);
-    write_scores(p, sums, half_gain, weights, scores + i * p.scores_stride, own_key + kTileKeys * at,
-                 sharers.entries[i], lane);
-  };
-  for (; uniform(at < stop); at += groups) {
+  for (; at < stop; at += groups) {
+    Keys<Numbers> keys;
     float d[2][32];
+    keys.decode(packed, lane);
+    packed.load(place.after(next, block_bytes));
+    next = block_of(at + 2 * groups);
     keys.begin_products(d[0], queries);
 #pragma unroll
-    for (int i = 0; i < count - 1; ++i) {
-      keys.begin_products(d[(i + 1) % 2], after(queries, (i + 1) * Numbers::kQueryBytes));
-      products_wait<1>(d[i % 2]);
-      write(i, d[i % 2], keys.half_gain);
-    }
-    const int block = next;
-    next = block_of(at + 3 * groups);
-    float (&sums)[32] = d[(count - 1) % 2];
-    if constexpr (count == 1) {
-      const float half_gain = keys.half_gain;
-      typename Keys<Numbers>::Begun begun;
-      // Without a branch the compiler would move the wait before the decoding.
-      if (uniform(at + groups < run_stop)) begun.decode(packed, lane);
-      products_wait<0>(sums);
-      keys.finish(packed, begun);
-      packed.load(place.after(block, block_bytes));
-      write(0, sums, half_gain);
-    } else {  // there are not enough registers for both
-      products_wait<0>(sums);
-      write(count - 1, sums, keys.half_gain);
-      decode(keys, packed, lane);
-      packed.load(place.after(block, block_bytes));
+    for (int i = 0; i < count; ++i) {
+      float (&sums)[32] = d[i % 2];
+      if constexpr (count > 1) load_weights(weights, of_heads + i * kIndexHeads, lane);
+      if (i + 1 < count) {
+        keys.begin_products(d[(i + 1) % 2], after(queries, (i + 1) * Numbers::kQueryBytes));
+        products_wait<1>(sums);
+      } else {
+        products_wait<0>(sums);
+      }
+      write_scores(p, sums, keys.half_gain, weights, scores + i * p.scores_stride, own_key + kTileKeys * at,
+                   sharers.entries[i], lane);
     }
   }
 }
@@ -432,8 +388,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     const int tile = min(at, stop - 1);
     return piece.with(p, s, tile).block(tile, warp / 2);
   };
-  int at = begin + group, next = block_of(at + 2 * groups);
-  const int first_block = block_of(at), second_block = block_of(at + groups);
+  int at = begin + group, next = block_of(at + groups);
+  const int first_block = block_of(at);
   wait_for_previous_kernel();
   const auto copy_queries = [&](const Piece& of, int stage) {
     if (lane > 0) return;
@@ -453,9 +409,6 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   PackedKeys::Place place(p.keys, kKeysPerBlock, warp % 2, lane);
   if constexpr (Keys<Numbers>::kKeepsAddresses) place.keep();
   packed.load(place.after(first_block, uint32_t(p.block_bytes)));
-  Keys<Numbers> keys;
-  decode(keys, packed, lane);
-  packed.load(place.after(second_block, uint32_t(p.block_bytes)));
   for (int number = 0;; ++number) {
     const int stage = number % kPieceStages;
     const bool more = piece.end < stop;
@@ -466,9 +419,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     }
     const Sharers<tokens> sharers(s, piece.token, p.tokens);
     const auto score = [&](auto counted) {
-      score_tiles<decltype(counted)::value, Numbers>(
-          p, sharers, piece, at, min(piece.end, stop), stop, s.query[stage][0], s.weights[stage][0], s.loaded[stage],
-          number / kPieceStages & 1, keys, packed, place, next, warp, lane, block_of);
+      score_tiles<decltype(counted)::value, Numbers>(p, sharers, piece, at, min(piece.end, stop), s.query[stage][0],
+                                                     s.weights[stage][0], s.loaded[stage], number / kPieceStages & 1,
+                                                     packed, place, next, warp, lane, block_of);
     };
     if constexpr (tokens == 1) {
       score(Count<1>());
@@ -651,7 +604,7 @@ __device__ __forceinline__ void score_items(const Params& p, PrefillShared<Numbe
                              (key & ((1 << shift) - 1)) / 16, lane});
         }
 #pragma unroll
-        for (int tile = 0; tile < tiles; ++tile) decode(keys[tile], packed[tile], lane);
+        for (int tile = 0; tile < tiles; ++tile) keys[tile].decode(packed[tile], lane);
       }
       float d[2][32];
       float2 weights[8];

@@ -69,8 +69,7 @@ extern "C" void host_score_of_order(const float* x, float* y, long n) {
 extern "C" void host_decode_bytes(const uint32_t* words, const int32_t* below, float* y, long n) {
   for (long i = 0; i < n; ++i, y += 8) {
     uint32_t bytes[2];
-    magnitudes_of(words[i], byte_codes(below[i]), bytes[0], bytes[1]);
-    bytes[0] |= lower_signs(words[i]), bytes[1] |= upper_signs(words[i]);
+    eight_bytes(words[i], byte_codes(below[i]), bytes);
     for (int j = 0; j < 8; ++j) {
       const uint32_t byte = bytes[j / 4] >> 8 * (j % 4) & 0xff;
       y[j] = e4m3_value(byte & 0x7f) * (byte & 0x80 ? -1 : 1);
