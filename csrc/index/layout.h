@@ -104,7 +104,7 @@ DSV4_HD void eight_bytes(uint32_t word, ByteCodes codes, uint32_t (&bytes)[2]) {
   const uint32_t magnitudes = word & 0x77777777, left = word << 4, signs = 0x80808080;
   const auto look_up = [&](uint32_t nibbles) {
     uint32_t found;  // inline assembly, because `__byte_perm` would mask the nibbles of each half again
-    asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(codes.low), "r"(codes.high), "r"(nibbles));
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(codes.low), "r"(codes.high), "r"(nibbles));
     return found;
   };
   bytes[0] = look_up(magnitudes) | (__byte_perm(left, word, 0x5140) & signs);
